@@ -1,0 +1,331 @@
+"""Every setting of a run, as frozen dataclasses; `arguments` turns their fields into flags.
+
+Field names carry Megatron's spelling, so ``ffn_hidden_size`` is ``--ffn-hidden-size``; settings of our own begin with
+``domino_`` or are named in the docstring. The docstring under a field is its help text. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """Settings that cannot work together; the message names flags, values and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and arithmetic of a GPT or LLaMA model."""
+
+    num_layers: int
+    """Transformer layers."""
+
+    hidden_size: int
+    """Width h of the residual stream."""
+
+    ffn_hidden_size: int | None = None
+    """Width f of the MLP; None takes 4h, or 8h/3 rounded down to a multiple of 64 with --swiglu."""
+
+    num_attention_heads: int
+    """Query heads; hidden size must divide by it unless --kv-channels is given."""
+
+    group_query_attention: bool = False
+    """Let several query heads share one key and value head; their number is --num-query-groups."""
+
+    num_query_groups: int = 1
+    """Key and value heads under --group-query-attention."""
+
+    kv_channels: int | None = None
+    """Width of one head; None takes hidden size / heads."""
+
+    seq_length: int
+    """Tokens of one training sample."""
+
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table; None takes the sequence length. RoPE needs none."""
+
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    """learned_absolute (GPT) or rope (LLaMA)."""
+
+    rotary_base: float = 10000.0
+    """Base of RoPE's frequencies."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """LayerNorm or RMSNorm."""
+
+    norm_epsilon: float = 1e-5
+    """Added to the variance inside every norm."""
+
+    swiglu: bool = False
+    """Gated MLP, silu(gate) * up, in place of GELU."""
+
+    bias_gelu_fusion: bool = True
+    """GELU by its tanh approximation, as Megatron's fused kernel computes it; --no-bias-gelu-fusion takes the exact erf."""
+
+    add_bias_linear: bool = True
+    """Bias in every linear layer; --disable-bias-linear turns all of them off."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a matrix of its own instead of the word embedding's."""
+
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities; above 0 it needs the explicit attention, which is slower than the fused kernel."""
+
+    hidden_dropout: float = 0.1
+    """Dropout on embeddings and on each branch before it joins the residual."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; output projections take it divided by sqrt(2 x layers)."""
+
+    vocab_size: int | None = None
+    """True number of token ids; None takes the tokenizer's."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The stored vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    mask_padded_vocab: bool = True
+    """Keep padded vocabulary rows out of the loss, so that it does not depend on the padding; Megatron lets them take part."""
+
+    @property
+    def ffn_width(self) -> int:
+        """MLP width f that the flags resolve to."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return 4 * self.hidden_size * 2 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def head_width(self) -> int:
+        """Channels d of one attention head."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads; one for each query head without --group-query-attention."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned position table."""
+        return self.max_position_embeddings if self.max_position_embeddings is not None else self.seq_length
+
+    def padded_vocab_size(self, tensor_parallel: int) -> int:
+        """Smallest multiple of ``make_vocab_size_divisible_by`` x ``tensor_parallel`` that holds the vocabulary."""
+        assert self.vocab_size is not None, "the vocabulary size is resolved before a model is built"
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel
+        return -(-self.vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ranks are laid out and talk to each other."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks t that share each layer's matrices; neighbours in rank order, so keep it within a node."""
+
+    distributed_backend: Literal["gloo", "nccl"] | None = None
+    """gloo or nccl; None takes nccl where CUDA is available, else gloo."""
+
+    distributed_timeout_minutes: int = 10
+    """A collective that takes longer ends the run with an error instead of a hang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How one step's work is sliced and ordered."""
+
+    schedule: Literal["baseline", "domino"] | None = None
+    """domino interleaves slices so that collectives travel behind compute; baseline is Megatron's order; None takes domino, or baseline where --tensor-model-parallel-size is 1."""
+
+    domino_row_slices: int | None = None
+    """Pieces each micro-batch is cut into along its sequences; None takes min(2, micro-batch size)."""
+
+    domino_wgrad_rows: Literal["together", "each"] | None = None
+    """together: one weight gradient for all rows of a part (fewer passes over gradient memory); each: one a row, right after its collective left; None takes each on CPUs, together on GPUs."""
+
+    overlap_grad_reduce: bool = True
+    """Start the data-parallel reduction of a gradient bucket as soon as its last gradient is written; --no-overlap-grad-reduce reduces all of them after backward."""
+
+    ddp_bucket_size: int | None = None
+    """Parameters in one data-parallel bucket; None takes max(40 million, 1 million x data-parallel size)."""
+
+    def resolved(self, tensor_parallel: int) -> Literal["baseline", "domino"]:
+        """The schedule that runs at this tensor-parallel size; one rank alone has nothing to hide."""
+        return self.schedule or ("domino" if tensor_parallel > 1 else "baseline")
+
+    def rows(self, micro_batch_size: int, tensor_parallel: int) -> int:
+        """Pieces that each micro-batch is cut into."""
+        if self.domino_row_slices is not None:
+            return self.domino_row_slices
+        return min(2, micro_batch_size) if self.resolved(tensor_parallel) == "domino" else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer the data was made with."""
+
+    tokenizer_type: Literal["GPT2BPETokenizer", "Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer"] | None = None
+    """GPT2BPETokenizer, or Llama2Tokenizer / SentencePieceTokenizer / GPTSentencePieceTokenizer (all plain SentencePiece)."""
+
+    tokenizer_model: str | None = None
+    """SentencePiece model file."""
+
+    vocab_file: str | None = None
+    """GPT-2 vocab.json."""
+
+    merge_file: str | None = None
+    """GPT-2 merges.txt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where samples come from."""
+
+    data_path: str | None = None
+    """Prefix of a .bin/.idx pair made by tools/preprocess_data.py."""
+
+    split: str = "969,30,1"
+    """Shares of training, validation and test documents."""
+
+    data_cache_path: str | None = None
+    """Folder for index files, shared by runs on the same data; None keeps the indices in memory."""
+
+    reset_position_ids: bool = False
+    """Restart positions after each end of document."""
+
+    reset_attention_mask: bool = False
+    """Keep tokens from attending across an end of document. Materialises masks, which is slower."""
+
+    eod_mask_loss: bool = False
+    """Take no loss where the input is an end of document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its learning-rate schedule and gradient clipping."""
+
+    lr: float
+    """Peak learning rate."""
+
+    min_lr: float = 0.0
+    """Learning rate at and after the end of the decay."""
+
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the decay after the warm-up."""
+
+    lr_decay_iters: int | None = None
+    """Iterations until the minimum is reached; None takes --train-iters."""
+
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a fraction of the decay, instead of --lr-warmup-iters."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of the warm-up."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and norm weights take none."""
+
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+
+    adam_eps: float = 1e-8
+    """Added to the denominator."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Length of the run, batch sizes, objective and evaluation."""
+
+    micro_batch_size: int
+    """Sequences in one forward and backward of a rank."""
+
+    global_batch_size: int | None = None
+    """Sequences in one optimizer step over all ranks; None takes micro-batch size x data-parallel size."""
+
+    train_iters: int
+    """Optimizer steps."""
+
+    calculate_per_token_loss: bool = False
+    """Minimise the mean over all tokens of the global batch instead of Megatron's default, the mean of micro-batch means."""
+
+    eval_interval: int = 1000
+    """Steps between evaluations on the validation split; 0 turns them off."""
+
+    eval_iters: int = 100
+    """Global batches in one evaluation; 0 turns evaluation off."""
+
+    exit_interval: int | None = None
+    """Stop (and save) when the iteration is divisible by this; the learning-rate schedule does not change."""
+
+    max_skipped_steps: int = 3
+    """Steps in a row whose loss or gradient is not finite that are skipped, on all ranks, before the run ends with an error; 0 ends it at the first."""
+
+    seed: int = 1234
+    """Seed of initial weights, dropout and data order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = None
+    """Folder for checkpoints."""
+
+    load: str | None = None
+    """Folder to resume from; an empty or missing folder starts from scratch and says so."""
+
+    save_interval: int | None = None
+    """Steps between checkpoints; the last step is always saved when --save is given."""
+
+    exit_on_missing_checkpoint: bool = False
+    """End with an error when --load holds no checkpoint, instead of starting from scratch."""
+
+    no_load_optim: bool = False
+    """Load weights alone; optimizer, schedule and iteration start anew."""
+
+    override_opt_param_scheduler: bool = False
+    """Resume with the learning-rate flags of this command where the checkpoint's differ; without it a difference is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is printed and recorded."""
+
+    log_interval: int = 100
+    """Steps between log lines."""
+
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard event files."""
+
+    tensorboard_log_interval: int = 1
+    """Steps between TensorBoard points."""
+
+    timeline: str | None = None
+    """Write the measured timeline of one step here, as a Chrome trace (FILE.json) and a picture (FILE.png); rank 0's view."""
+
+    timeline_iteration: int = 3
+    """Which step of this run --timeline records, counted from its start; the first ones warm up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All settings of one run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

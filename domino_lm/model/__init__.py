@@ -1,0 +1,1 @@
+"""Parts that models are made of; none of them knows a schedule."""

@@ -1,0 +1,58 @@
+"""Vocabulary-parallel word embedding, the first part of the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from domino_lm.model.batch import Row, RowContext
+from domino_lm.model.parameter import Parameter
+from domino_lm.model.part import ALL_COLUMNS, Part
+from domino_lm.parallel.collectives import Communicator, ReduceFromShards
+
+
+class Embedding(Part):
+    """Rank r holds rows [r v/t, (r+1) v/t) of the table; other tokens add zero to its partial sum."""
+
+    sharded = True
+    forward_collective = "all_reduce"
+
+    def __init__(self, tp: Communicator, weight: Parameter) -> None:
+        self.tp = tp
+        self.weight = weight  # [v/t, h]
+
+    def body(self, x: None, ctx: RowContext) -> tuple[Tensor, Tensor]:
+        """Rows of the local table [s, b], and whether each token is ours, [s, b, 1]."""
+        ctx.saved = local_rows(ctx.row.tokens, self.weight, self.tp)
+        return ctx.saved
+
+    def tail(self, mid: tuple[Tensor, Tensor], columns: slice = ALL_COLUMNS) -> Tensor:
+        """Partial sum [s, b, columns] of the embedded tokens."""
+        ids, ours = mid
+        return F.embedding(ids, self.weight[:, columns]) * ours
+
+    def body_grad(self, dy: Tensor, ctx: RowContext) -> Tensor:
+        """The gradient [s, b, h] with other ranks' tokens zeroed."""
+        return dy * ctx.saved[1]
+
+    def wgrad(self, contexts: Sequence[RowContext], dy: Sequence[Tensor]) -> None:
+        """Accumulate the table's gradient."""
+        grad = self.weight.main_grad
+        for ctx, row_dy in zip(contexts, dy, strict=True):
+            grad.index_add_(0, ctx.saved[0].flatten(), row_dy.flatten(0, 1).to(grad.dtype))
+
+    def forward(self, row: Row) -> Tensor:
+        """Embedded tokens [s, b, h] through autograd."""
+        return ReduceFromShards.apply(self.tail(local_rows(row.tokens, self.weight, self.tp)), self.tp)
+
+
+def local_rows(tokens: Tensor, table: Parameter, tp: Communicator) -> tuple[Tensor, Tensor]:
+    """Where ``tokens`` [s, b] lie in this rank's rows of ``table`` [v/t, h], and whether they do, bool [s, b, 1].
+
+    Tokens of other ranks point at some row of ours; no element is selected by a mask, which would wait for the device.
+    """
+    local = tokens - tp.rank * table.shape[0]
+    clamped = local.clamp(0, table.shape[0] - 1)
+    return clamped, (local == clamped).unsqueeze(-1)

@@ -1,0 +1,90 @@
+"""Vocabulary-parallel output layer and cross entropy, the last part of the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from domino_lm.model.batch import Row, RowContext
+from domino_lm.model.embedding import local_rows
+from domino_lm.model.linear import accumulate_wgrad, dgrad, gemm
+from domino_lm.model.parameter import Parameter
+from domino_lm.model.part import ALL_COLUMNS, Part
+from domino_lm.parallel.collectives import Communicator, CopyToShards, ReduceFromShards
+
+
+class Head(Part):
+    """Logits stay cut over the vocabulary; ranks exchange three numbers a token: maximum, sum of exponentials, target logit.
+
+    ``vocab_rows`` is the true vocabulary where padded columns are kept out of the softmax, or None where they take part.
+    The softmax is computed in fp32, or float64 for float64 models.
+    """
+
+    sharded = True
+    forward_collective = "statistics"
+    backward_collective = "all_reduce"
+
+    def __init__(self, tp: Communicator, weight: Parameter, vocab_rows: int | None) -> None:
+        self.tp = tp
+        self.weight = weight  # [v/t, h], the embedding's own table where they are tied
+        self.true_columns = None if vocab_rows is None else max(0, vocab_rows - tp.rank * weight.shape[0])
+
+    def body(self, x: Tensor, ctx: RowContext) -> Tensor:
+        """Statistics [3, s, b] of this rank's logits of ``x`` [s, b, h]; keeps their exponentials."""
+        logits = self.logits(x)  # [s, b, v/t]
+        ids, ours = local_rows(ctx.row.labels, self.weight, self.tp)
+        target = logits.gather(-1, ids.unsqueeze(-1)).masked_fill_(~ours, 0)  # [s, b, 1]
+        maximum = finite_maximum(logits)  # [s, b, 1]
+        exponentials = logits.sub_(maximum).exp_()
+        ctx.saved = (x, exponentials, maximum, ids, ours)
+        return torch.cat((maximum, exponentials.sum(-1, keepdim=True), target), -1).permute(2, 0, 1).contiguous()
+
+    def loss(self, gathered: Tensor, ctx: RowContext) -> tuple[Tensor, Tensor]:
+        """From all ranks' statistics [t, 3, s, b] to the logits' gradient [s, b, v/t] and the row's summed loss [].
+
+        The gradient is (softmax - one-hot) times each token's ``loss_weight``; it overwrites the kept exponentials.
+        """
+        x, exponentials, local_maximum, ids, ours = ctx.saved
+        maxima, sums, targets = gathered.unbind(1)  # 3 x [t, s, b]
+        maximum = maxima.amax(0)  # [s, b]
+        total = (sums * (maxima - maximum).exp()).sum(0)
+        losses = total.log() + maximum - targets.sum(0)
+        weight = ctx.row.loss_weight.to(total.dtype).unsqueeze(-1)  # [s, b, 1]
+        scale = (local_maximum - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1) * weight
+        d_logits = exponentials.mul_(scale).scatter_add_(-1, ids.unsqueeze(-1), -weight * ours)
+        ctx.saved = (x,)
+        return d_logits.to(x.dtype), (losses * ctx.row.loss_mask).sum()
+
+    def tail_grad(self, d_logits: Tensor, columns: slice = ALL_COLUMNS) -> Tensor:
+        """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns]."""
+        return dgrad(d_logits, self.weight[:, columns])
+
+    def wgrad(self, contexts: Sequence[RowContext], d_logits: Sequence[Tensor]) -> None:
+        """Accumulate the output weight's gradient; row by row, since joined logits would cost more memory than a pass."""
+        for ctx, row_grad in zip(contexts, d_logits, strict=True):
+            accumulate_wgrad(self.weight, row_grad, ctx.saved[0])
+
+    def forward(self, x: Tensor, row: Row) -> Tensor:
+        """Loss of every token [s, b] through autograd."""
+        logits = self.logits(CopyToShards.apply(x, self.tp))  # [s, b, v/t]
+        maximum = self.tp.all_reduce(finite_maximum(logits.detach()), op="max")  # [s, b, 1]
+        ids, ours = local_rows(row.labels, self.weight, self.tp)
+        target = ReduceFromShards.apply(logits.gather(-1, ids.unsqueeze(-1)).masked_fill(~ours, 0), self.tp)
+        total = ReduceFromShards.apply((logits - maximum).exp().sum(-1, keepdim=True), self.tp)
+        return (total.log() + maximum - target).squeeze(-1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """This rank's columns [s, b, v/t] of the logits of ``x`` [s, b, h], masked padding at minus infinity."""
+        logits = gemm(x, self.weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.true_columns is None or self.true_columns >= self.weight.shape[0]:
+            return logits
+        logits[..., self.true_columns :] = -torch.inf
+        return logits
+
+
+def finite_maximum(logits: Tensor) -> Tensor:
+    """Largest logit of each token [s, b, 1]; a rank that holds nothing but padding has a finite one too."""
+    return logits.amax(-1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)

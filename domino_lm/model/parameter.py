@@ -1,0 +1,98 @@
+"""A weight as one rank holds it: its name, its place in the unsharded model and in a checkpoint, its gradient memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from domino_lm.parallel.collectives import Communicator
+from domino_lm.parallel.random import name_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """Where a local tensor belongs."""
+
+    name: str
+    """Megatron's model name, ``decoder.layers.3.self_attention.linear_qkv.weight``."""
+
+    key: str
+    """Megatron's torch_dist key; layers share one: ``decoder.layers.self_attention.linear_qkv.weight``."""
+
+    layer: int | None = None
+    """Index along the leading dimension that the key stacks layers on; None where nothing is stacked."""
+
+    num_layers: int = 1
+    """Length of that dimension."""
+
+    shape: tuple[int, ...]
+    """Unsharded shape of this layer's tensor, vocabulary rows padded for this tensor-parallel size."""
+
+    shard_dim: int | None = None
+    """Dimension that is cut over tensor-parallel ranks; None where every rank holds the whole."""
+
+    shard_blocks: int = 1
+    """Equal blocks along ``shard_dim`` that are each cut: 2 for SwiGLU's input, gate rows before up rows."""
+
+    vocab_rows: int | None = None
+    """True rows where dimension 0 is the padded vocabulary."""
+
+    def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """The part of an unsharded tensor that ``rank`` of ``size`` holds, contiguous."""
+        if self.shard_dim is None:
+            return full.contiguous()
+        blocks = full.chunk(self.shard_blocks, self.shard_dim)
+        return torch.cat([block.chunk(size, self.shard_dim)[rank] for block in blocks], self.shard_dim).contiguous()
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The unsharded tensor from every rank's part, in rank order."""
+        if self.shard_dim is None:
+            return shards[0]
+        pieces = [shard.chunk(self.shard_blocks, self.shard_dim) for shard in shards]
+        ordered = [pieces[rank][block] for block in range(self.shard_blocks) for rank in range(len(shards))]
+        return torch.cat(ordered, self.shard_dim)
+
+
+class Parameter(torch.nn.Parameter):
+    """A local weight with its `ParameterSpec`; ``main_grad`` is set by `GradientBuckets`."""
+
+    spec: ParameterSpec
+    main_grad: Tensor
+
+    @classmethod
+    def of(cls, local: Tensor, spec: ParameterSpec) -> Parameter:
+        """Wrap this rank's tensor."""
+        parameter = cls(local)
+        parameter.spec = spec
+        return parameter
+
+
+@dataclass(frozen=True)
+class ParameterFactory:
+    """Makes a model's parameters, each from a seed of its own name, over its true rows.
+
+    Neither the tensor-parallel size nor the padding of the vocabulary changes what a parameter starts from.
+    """
+
+    tp: Communicator
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def normal(self, spec: ParameterSpec, std: float) -> Parameter:
+        """Weights from N(0, std); padded vocabulary rows are zero."""
+        return self._make(spec, lambda full, generator: full.normal_(0.0, std, generator=generator))
+
+    def constant(self, spec: ParameterSpec, value: float) -> Parameter:
+        """Weights of one value."""
+        return self._make(spec, lambda full, _: full.fill_(value))
+
+    def _make(self, spec: ParameterSpec, fill: Callable[[Tensor, torch.Generator], Tensor]) -> Parameter:
+        full = torch.zeros(spec.shape, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(name_seed(self.seed, spec.name))
+        fill(full[: spec.vocab_rows], generator)
+        local = spec.shard(full, self.tp.rank, self.tp.size)
+        return Parameter.of(local.to(device=self.device, dtype=self.dtype), spec)

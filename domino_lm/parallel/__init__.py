@@ -1,0 +1,1 @@
+"""Process groups, collectives, counter-based randomness and gradient memory."""

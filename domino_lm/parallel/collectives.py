@@ -1,0 +1,124 @@
+"""Collectives over one group of ranks, and what hides PyTorch's differences between backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Pending:
+    """A collective in flight. Owns its buffer until `wait`, which may be called once."""
+
+    __slots__ = ("_buffer", "_work")
+
+    def __init__(self, buffer: Tensor, work: dist.Work | None) -> None:
+        self._buffer: Tensor | None = buffer
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """Order the current stream (gloo: the host) after the collective and hand the buffer over."""
+        assert self._buffer is not None, "a collective is redeemed once"
+        if self._work is not None:
+            self._work.wait()
+        buffer, self._buffer, self._work = self._buffer, None, None
+        return buffer
+
+    def on_completion(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` from the backend's thread when the transfer has ended, or now where there is none."""
+        if self._work is None:
+            callback()
+        else:
+            self._work.get_future().add_done_callback(lambda _: callback())
+
+
+class Communicator:
+    """One group of ranks. With a single rank every collective is a no-op that returns its input."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+        assert 0 <= rank < size, f"rank {rank} of {size}"
+        assert group is not None or size == 1, f"{size} ranks need a process group"
+        self.rank = rank
+        self.size = size
+        self.group = group
+
+    @classmethod
+    def single(cls) -> Communicator:
+        """A group of this process alone; needs no torch.distributed."""
+        return cls(0, 1, None)
+
+    def all_reduce_start(self, tensor: Tensor) -> Pending:
+        """Begin to sum ``tensor`` over the group, in place.
+
+        The tensor must be contiguous: gloo corrupts strided buffers without an error.
+        """
+        if self.size == 1:
+            return Pending(tensor, None)
+        assert tensor.is_contiguous(), f"a collective needs a contiguous buffer, not strides {tensor.stride()}"
+        return Pending(tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Sum, or with ``op="max"`` take the maximum of, ``tensor`` over the group in place; blocks."""
+        if self.size > 1:
+            assert tensor.is_contiguous(), f"a collective needs a contiguous buffer, not strides {tensor.stride()}"
+            dist.all_reduce(tensor, op={"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=self.group)
+        return tensor
+
+    def all_gather_start(self, tensor: Tensor) -> Pending:
+        """Begin to gather ``tensor`` [...] of every rank into [size, ...], in rank order."""
+        if self.size == 1:
+            return Pending(tensor.unsqueeze(0), None)
+        assert tensor.is_contiguous(), f"a collective needs a contiguous buffer, not strides {tensor.stride()}"
+        gathered = tensor.new_empty((self.size * tensor.numel(),))
+        gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor  # renamed in 2.13
+        work = gather(gathered, tensor.view(-1), group=self.group, async_op=True)
+        return Pending(gathered.view(self.size, *tensor.shape), work)
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The value that rank ``source`` of the group holds."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=source)
+        return box[0]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        """Return when every rank of the group has called."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+
+class CopyToShards(torch.autograd.Function):
+    """Where a replicated tensor enters a sharded part: identity forward, sum of the gradients over the group backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Communicator) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class ReduceFromShards(torch.autograd.Function):
+    """Where partial sums leave a sharded part: sum over the group forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Communicator) -> Tensor:
+        return group.all_reduce(partial.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
