@@ -1,0 +1,1 @@
+"""Token files, tokenizers, samples and batches. Nothing in here imports torch."""

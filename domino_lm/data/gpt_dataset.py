@@ -1,0 +1,290 @@
+"""Samples of fixed length for a language model, cut from a token file in Megatron's order, to the bit.
+
+Which tokens make up sample ``i`` is told by the three indices of `domino_lm.data.indices`; here the split is cut out of
+the file, and samples get their labels and masks.
+"""
+
+import itertools
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from domino_lm.data.indexed import IndexedDataset
+from domino_lm.data.indices import (
+    DatasetError,
+    IndexCache,
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    count_samples,
+    file_identity,
+    plan_epochs,
+)
+
+Array = npt.NDArray[Any]
+Sample = dict[str, Array]
+SplitName = Literal["train", "valid", "test"]
+SPLITS: tuple[SplitName, SplitName, SplitName] = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTDatasetConfig:
+    """How samples are cut and masked. The same for all splits."""
+
+    sequence_length: int
+    """Tokens in one sample."""
+
+    seed: int
+    """Seed of the order of documents and samples."""
+
+    eod: int | None = None
+    """End-of-document id; needed by the three settings below."""
+
+    pad: int | None = None
+    """Id that fills up a short last sample and loses its loss; None takes -1, which no file holds."""
+
+    vocab_size: int | None = None
+    """Ids from here on are refused when a sample is read; None leaves them unchecked."""
+
+    reset_position_ids: bool = False
+    """Count positions from 0 again behind each end of document."""
+
+    reset_attention_mask: bool = False
+    """Keep tokens from attending across an end of document. Samples then carry an [1, s, s] mask."""
+
+    eod_mask_loss: bool = False
+    """Take the loss of the token that follows an end of document out."""
+
+    drop_last_partial_validation_sequence: bool = True
+    """Drop the tokens at the end of the validation split that fill no whole sample; otherwise they are padded."""
+
+    add_extra_token_to_sequence: bool = True
+    """Read one token more than a sample has, so that its last token has a label too."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise DatasetError(f"--seq-length {self.sequence_length} leaves no token in a sample; use at least 1.")
+        if not 0 <= self.seed < 2**32:
+            raise DatasetError(f"--seed {self.seed} cannot order the data; use 0 to {2**32 - 1}.")
+        resets = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, name)]
+        if resets and self.eod is None:
+            flags = ", ".join("--" + name.replace("_", "-") for name in resets)
+            raise DatasetError(f"{flags}: the tokenizer has no end-of-document id; leave the flag out or use another tokenizer.")
+
+    @property
+    def pad_id(self) -> int:
+        return -1 if self.pad is None else self.pad
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Weights of train, validation and test from ``--split``, normalised to a sum of 1.
+
+    One to three plain numbers, separated by commas, slashes, colons or spaces; missing ones are 0.
+    """
+    words = [word for word in re.split(r"[,/:;\s]+", split.strip()) if word]
+    if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", word, re.ASCII) for word in words):
+        raise DatasetError(f"--split {split!r} is not one to three plain numbers >= 0; write for example 969,30,1.")
+    weights = [float(word) for word in words] + [0.0] * (3 - len(words))
+    total = sum(weights)
+    if not 0 < total < float("inf"):
+        raise DatasetError(f"--split {split!r} has the sum {total:g}; at least one of its numbers must be above 0.")
+    train, valid, test = (weight / total for weight in weights)
+    return train, valid, test
+
+
+def split_ranges(split: str, sequences: int) -> tuple[range | None, range | None, range | None]:
+    """The contiguous sequences of train, validation and test; None where the split's weight is 0."""
+    weights = parse_split(split)
+    bounds = [0, *(round(fraction * sequences) for fraction in itertools.accumulate(weights))]
+    train, valid, test = (range(lo, hi) if w > 0 else None for w, (lo, hi) in zip(weights, itertools.pairwise(bounds), strict=True))
+    return train, valid, test
+
+
+def attention_mask(tokens: Array, eod: int | None = None) -> npt.NDArray[np.bool_]:
+    """Causal mask [1, s, s] of one sample, True where attending is forbidden; with ``eod``, not across an end of document either."""
+    length = len(tokens)
+    blocked = ~np.tri(length, dtype=np.bool_)
+    if eod is not None:
+        document = _documents(tokens, eod)
+        blocked |= document[:, None] != document[None, :]
+    return blocked[None]
+
+
+def _documents(tokens: Array, eod: int) -> Array:
+    """Number of the document each token belongs to; an end of document closes its own."""
+    is_end = (tokens == eod).astype(np.int64)
+    ends_before: Array = np.cumsum(is_end) - is_end
+    return ends_before
+
+
+class GPTDataset:
+    """Samples of one split. ``dataset[i]`` is a dict of numpy arrays:
+
+    ==================  ==================  ======================================================
+    ``tokens``          int64 [s]           input ids
+    ``labels``          int64 [s]           the id to predict at each position
+    ``loss_mask``       float32 [s]         1, or 0 where the loss does not count
+    ``position_ids``    int64 [s]           positions in the sample, or in its document when reset
+    ``attention_mask``  bool [1, s, s]      only with ``reset_attention_mask``; True = blocked
+    ==================  ==================  ======================================================
+
+    ``len(dataset)`` covers whole epochs and is usually larger than ``num_samples``, the samples asked for (None: one
+    epoch). Raises DatasetError when the split cannot give a single sample although some are asked for.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequences: range,
+        split: SplitName,
+        num_samples: int | None,
+        config: GPTDatasetConfig,
+        cache_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if num_samples is not None and num_samples < 0:
+            raise DatasetError(f"{num_samples} {split} samples asked for; the number cannot be negative.")
+        self.indexed, self.sequences, self.split, self.num_samples, self.config = indexed, sequences, split, num_samples, config
+        self._extra = int(config.add_extra_token_to_sequence)
+        self._drop_last = config.drop_last_partial_validation_sequence or split != "valid"
+        lengths = indexed.sequence_lengths[sequences.start : sequences.stop]
+        self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
+        if self.tokens_per_epoch == 0:
+            raise DatasetError(
+                f"{indexed.prefix}: the {split} split has {len(sequences)} of {len(indexed)} sequences and no token; "
+                f"use more data, or change --split so that {split} gets some, or give it the weight 0."
+            )
+        self.epochs = plan_epochs(self.tokens_per_epoch, num_samples, config.sequence_length, self._extra)
+        tokens = self.epochs.repeats * self.tokens_per_epoch
+        self._length = count_samples(tokens, config.sequence_length, self._extra, self._drop_last)
+        if self._length == 0 and num_samples != 0:
+            raise DatasetError(
+                f"{indexed.prefix}: the {split} split has {tokens} tokens, too few for one sample of --seq-length {config.sequence_length}"
+                f"{' and its last label' if self._extra else ''}; use more data, another --split or shorter samples."
+            )
+        if self.epochs.repeats > 1 and self.tokens_per_epoch - self._extra < config.sequence_length:
+            warnings.warn(
+                f"{indexed.prefix}: the {split} split has {self.tokens_per_epoch} tokens, less than one sample; every sample repeats some of them.",
+                stacklevel=2,
+            )
+        self.document_index, self.sample_index, self.shuffle_index = self._indices(cache_path)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < self._length:
+            raise IndexError(f"{self.indexed.prefix}: {self.split} sample {i} is outside 0..{self._length - 1}")
+        text = self._read(int(self.shuffle_index[i]))
+        if self._extra:
+            tokens, labels = text[:-1].copy(), text[1:].copy()
+        else:
+            tokens, labels = text, np.roll(text, -1)
+            labels[-1] = self.config.pad_id
+        return self._mask(tokens, labels)
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that the indices depend on: the files by content, and each setting that changes the result."""
+        return {
+            "format": 1,
+            "files": file_identity(self.indexed),
+            "sequences": [self.sequences.start, self.sequences.stop],
+            "num_samples": self.num_samples,
+            "sequence_length": self.config.sequence_length,
+            "seed": self.config.seed,
+            "extra_token": self._extra,
+            "drop_last": self._drop_last,
+        }
+
+    def _read(self, sample: int) -> npt.NDArray[np.int64]:
+        """The sample's tokens, filled up with pad ids at the end: [s + extra]."""
+        (first, begin), (last, end) = (map(int, row) for row in self.sample_index[sample : sample + 2])
+        text = np.full(self.config.sequence_length + self._extra, self.config.pad_id, np.int64)
+        filled = 0
+        for position in range(first, last + 1):
+            sequence = int(self.document_index[position])
+            offset = begin if position == first else 0
+            length = end + self._extra - offset if position == last else None
+            part = self.indexed.get(sequence, offset, length)
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+        self._check_ids(sample, text[:filled])
+        return text
+
+    def _check_ids(self, sample: int, text: Array) -> None:
+        vocab_size = self.config.vocab_size
+        if vocab_size is None or len(text) == 0:
+            return
+        low, high = int(text.min()), int(text.max())
+        if low < 0 or high >= vocab_size:
+            raise DatasetError(
+                f"{self.indexed.bin_path}: {self.split} sample {sample} holds token id {low if low < 0 else high}, but the vocabulary has "
+                f"{vocab_size} entries; the file was made with another tokenizer: give that one, or preprocess again."
+            )
+
+    def _mask(self, tokens: Array, labels: Array) -> Sample:
+        config = self.config
+        loss_mask = np.ones(len(tokens), np.float32)
+        position_ids = np.arange(len(tokens), dtype=np.int64)
+        if config.eod_mask_loss:
+            loss_mask[tokens == config.eod] = 0
+        if config.reset_position_ids:
+            assert config.eod is not None
+            starts = np.flatnonzero(np.diff(_documents(tokens, config.eod), prepend=-1))
+            position_ids -= np.repeat(starts, np.diff(starts, append=len(tokens)))
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
+        if config.reset_attention_mask:
+            sample["attention_mask"] = attention_mask(tokens, config.eod)
+        loss_mask[labels == config.pad_id] = 0
+        tokens[tokens == config.pad_id] = 0
+        labels[labels == config.pad_id] = 0
+        return sample
+
+    def _indices(self, cache_path: str | os.PathLike[str] | None) -> tuple[Array, Array, Array]:
+        if cache_path is None:
+            return self._build_indices()
+        cache = IndexCache(Path(cache_path), self.split, self.identity())
+        found = cache.load(self._length)
+        if found is not None:
+            return found
+        cache.save(self._build_indices())
+        return cache.load(self._length) or self._build_indices()
+
+    def _build_indices(self) -> tuple[Array, Array, Array]:
+        rng = np.random.RandomState(self.config.seed)
+        documents = build_document_index(self.sequences, self.epochs, rng)
+        samples = build_sample_index(self.indexed.sequence_lengths, documents, self.config.sequence_length, self._length, self._extra)
+        return documents, samples, build_shuffle_index(self._length, self.epochs, rng)
+
+
+def build_train_valid_test(
+    prefix: str | os.PathLike[str],
+    split: str,
+    sizes: Sequence[int | None],
+    config: GPTDatasetConfig,
+    cache_path: str | os.PathLike[str] | None = None,
+) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
+    """Train, validation and test sets of the pair ``prefix``, cut by ``split`` ("969,30,1").
+
+    ``sizes`` are the samples asked of each (None: one epoch). A split is None when its weight is 0, whatever its size
+    (evaluation is then off), or when it has no sequence and is asked for 0 samples. Raises DatasetError when a split of
+    weight above 0 cannot give what is asked.
+    """
+    indexed = IndexedDataset(prefix)
+    if len(indexed) == 0:
+        raise DatasetError(f"{indexed.prefix}: the data set has no tokens; preprocess documents with text.")
+    ranges = split_ranges(split, len(indexed))
+    datasets: list[GPTDataset | None] = []
+    for name, sequences, size in zip(SPLITS, ranges, sizes, strict=True):
+        if sequences is None or (len(sequences) == 0 and size == 0):
+            datasets.append(None)
+        else:
+            datasets.append(GPTDataset(indexed, sequences, name, size, config, cache_path))
+    train, valid, test = datasets
+    return train, valid, test

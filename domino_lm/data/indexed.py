@@ -1,0 +1,294 @@
+"""Token files on disk: a pair ``<prefix>.bin`` and ``<prefix>.idx``, byte for byte Megatron's format.
+
+``.bin`` holds the token ids of all sequences back to back, without a header. ``.idx`` says where each begins; all
+its numbers are little-endian and nothing is padded:
+
+====================  ======  ==================================================================================
+offset                bytes   what
+====================  ======  ==================================================================================
+0                     9       magic ``MMIDIDX`` and two NULs
+9                     8       u64 version, always 1
+17                    1       u8 code of the token type: 1 u8, 2 i8, 3 i16, 4 i32, 5 i64, 6 f64, 7 f32, 8 u16
+18                    8       u64 S, the number of sequences
+26                    8       u64 D, the number of entries of the document index: documents + 1
+34                    4 S     i32 length of each sequence, in tokens
+34 + 4 S              8 S     i64 byte offset of each sequence in ``.bin``: the running sum of length * token size
+34 + 12 S             8 D     i64 document index: entry k is the number of sequences in the first k documents
+====================  ======  ==================================================================================
+
+An empty document has no sequence, only a repeated entry of the document index. A data set without any sequence is an
+``.idx`` of 42 bytes and a ``.bin`` of 0.
+"""
+
+import os
+import struct
+from array import array
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, npt.DTypeLike] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
+CHUNK = 1 << 20
+
+Array = npt.NDArray[Any]
+
+
+class IndexedDatasetError(ValueError):
+    """A ``.bin``/``.idx`` pair that is missing, damaged, or cannot hold what was asked of it. The message names the file."""
+
+
+def best_dtype(vocab_size: int | None) -> np.dtype[Any]:
+    """The token type Megatron writes: u16 for a known vocabulary below 65500, else i32."""
+    if vocab_size is not None and vocab_size < 65500:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32)
+
+
+def sequence_pointers(lengths: Array, itemsize: int, start: int = 0) -> npt.NDArray[np.int64]:
+    """Byte offset of each sequence, int64 whatever the type of ``lengths``. ``start`` is the offset of the first one."""
+    pointers = np.empty(len(lengths), np.int64)
+    pointers[:1] = start
+    np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+    pointers[1:] *= itemsize
+    pointers[1:] += start
+    return pointers
+
+
+def checked_cast(ids: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
+    """``ids`` as one array of ``dtype``. Raises IndexedDatasetError instead of wrapping an id that does not fit."""
+    source, target = np.asarray(ids), np.dtype(dtype)
+    if source.dtype == target or source.size == 0:
+        return np.ascontiguousarray(source, dtype=target)
+    if source.dtype.kind not in "iu" or target.kind not in "iu":
+        raise IndexedDatasetError(f"token ids of type {source.dtype} cannot be stored as {target}; pass integers.")
+    low, high, bounds = int(source.min()), int(source.max()), np.iinfo(target)
+    if low < bounds.min or high > bounds.max:
+        bad = low if low < bounds.min else high
+        raise IndexedDatasetError(
+            f"token id {bad} does not fit {target} ({bounds.min} to {bounds.max}); write with a wider type or check the tokenizer's vocabulary size."
+        )
+    return np.ascontiguousarray(source, dtype=target)
+
+
+class IndexedDataset:
+    """Read-only view of one ``.bin``/``.idx`` pair; both files are memory-mapped.
+
+    Opening proves that the two files belong together (sizes, lengths, offsets, document index), so that reading cannot
+    fail later. A data set without sequences opens, with length 0. Arrays handed out stay valid after this object is
+    gone. Raises IndexedDatasetError, which names the file, what is wrong and with which values.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
+        self._require_files()
+        self.dtype, sequences, entries = self._read_header()
+        index = np.memmap(self.idx_path, np.uint8, "r")
+        self.sequence_lengths: npt.NDArray[np.int32] = np.ndarray(sequences, "<i4", index, HEADER.size)
+        self.sequence_pointers: npt.NDArray[np.int64] = np.ndarray(sequences, "<i8", index, HEADER.size + 4 * sequences)
+        self.document_indices: npt.NDArray[np.int64] = np.ndarray(entries, "<i8", index, HEADER.size + 12 * sequences)
+        self._check_document_indices()
+        self._check_sequences()
+        size = self.bin_path.stat().st_size
+        self._tokens: Array = np.memmap(self.bin_path, self.dtype, "r") if size else np.empty(0, self.dtype)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.sequence_lengths)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> Array:
+        """Tokens ``[offset, offset + length)`` of sequence ``i`` (to its end when ``length`` is None), without a copy.
+
+        Raises IndexError outside the file or the sequence; a read never runs on into the next sequence.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.bin_path}: sequence {i} is outside 0..{len(self) - 1}")
+        total = int(self.sequence_lengths[i])
+        if length is None:
+            length = total - offset
+        if offset < 0 or length < 0 or offset + length > total:
+            raise IndexError(f"{self.bin_path}: tokens {offset}..{offset + length} are outside sequence {i}, which has {total}")
+        begin = int(self.sequence_pointers[i]) // self.dtype.itemsize + offset
+        return self._tokens[begin : begin + length].view(np.ndarray)
+
+    def _require_files(self) -> None:
+        missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.is_file()]
+        if not missing:
+            return
+        stem, extension = os.path.splitext(self.prefix)
+        hint = "make the pair with tools/preprocess_data.py"
+        if extension in (".bin", ".idx"):
+            hint = f"give the prefix without its extension: {stem}"
+        raise IndexedDatasetError(f"{' and '.join(missing)}: no such file; {hint}.")
+
+    def _read_header(self) -> tuple[np.dtype[Any], int, int]:
+        size = self.idx_path.stat().st_size
+        with open(self.idx_path, "rb") as file:
+            raw = file.read(HEADER.size)
+        if len(raw) < HEADER.size or not raw.startswith(MAGIC):
+            raise self._fault(self.idx_path, "this is not an index of a token file (the magic MMIDIDX is missing)")
+        _, version, code, sequences, entries = HEADER.unpack(raw)
+        if version != VERSION:
+            raise self._fault(self.idx_path, f"version {version} is unknown; only {VERSION} can be read")
+        if code not in DTYPES:
+            raise self._fault(self.idx_path, f"token type code {code} is unknown; codes are 1 to 8")
+        expected = HEADER.size + 12 * sequences + 8 * entries
+        if size != expected:
+            multimodal = ", as if written multimodal, which cannot be read here" if size == expected + sequences else ""
+            raise self._fault(
+                self.idx_path,
+                f"{size} bytes, but {sequences} sequences and {entries} document index entries need {expected}{multimodal}",
+            )
+        return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, entries
+
+    def _check_document_indices(self) -> None:
+        index, sequences = self.document_indices, len(self)
+        if len(index) == 0 or index[0] != 0 or index[-1] != sequences:
+            ends = "nothing" if len(index) == 0 else f"{index[0]} to {index[-1]}"
+            raise self._fault(self.idx_path, f"the document index must run from 0 to {sequences}, the number of sequences; it holds {ends}")
+        for start in range(0, len(index), CHUNK):
+            part = index[start : start + CHUNK + 1]
+            if (part[1:] < part[:-1]).any():
+                entry = start + 1 + int(np.argmax(part[1:] < part[:-1]))
+                raise self._fault(self.idx_path, f"document index entry {entry} is smaller than the one before it")
+
+    def _check_sequences(self) -> None:
+        pointer, itemsize = 0, self.dtype.itemsize
+        for start in range(0, len(self), CHUNK):
+            lengths = self.sequence_lengths[start : start + CHUNK]
+            if (lengths < 0).any():
+                at = int(np.argmax(lengths < 0))
+                raise self._fault(self.idx_path, f"sequence {start + at} has the negative length {lengths[at]}")
+            expected = sequence_pointers(lengths, itemsize, pointer)
+            wrong = self.sequence_pointers[start : start + CHUNK] != expected
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                found = self.sequence_pointers[start + at]
+                raise self._fault(
+                    self.idx_path, f"sequence {start + at} points to byte {found}; by the lengths before it, it begins at {expected[at]}"
+                )
+            pointer = int(expected[-1]) + int(lengths[-1]) * itemsize
+        size = self.bin_path.stat().st_size
+        if size != pointer:
+            raise self._fault(self.bin_path, f"{size} bytes, but the lengths in {self.idx_path} add up to {pointer}")
+
+    def _fault(self, path: Path, what: str) -> IndexedDatasetError:
+        return IndexedDatasetError(f"{path}: {what}; the pair is damaged or its halves do not belong together: make it again.")
+
+
+class IndexedDatasetWriter:
+    """Writes one ``.bin``/``.idx`` pair as a stream; 12 bytes of memory a document and no Python object each.
+
+    A context manager: leaving it well puts both files in place under their final names, ``.bin`` first; leaving it by
+    an exception removes everything it wrote. Until then both live beside the target under temporary names, so no
+    reader can meet a half-written file.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        codes = [code for code, known in DTYPES.items() if np.dtype(known) == self.dtype]
+        if not codes:
+            raise IndexedDatasetError(f"{self.prefix}.bin: tokens cannot be stored as {self.dtype}; best_dtype gives the usual type.")
+        self._code = codes[0]
+        self._targets = (Path(self.prefix + ".bin"), Path(self.prefix + ".idx"))
+        self._bin_temporary, self._idx_temporary = (path.with_name(f"{path.name}.tmp-{os.getpid()}") for path in self._targets)
+        self._lengths = array("i")
+        self._document_indices = array("q", [0])
+        self.num_tokens = 0
+        # Closed by __exit__.
+        self._bin = open(self._bin_temporary, "wb")  # noqa: SIM115
+
+    def add_document(self, ids: npt.ArrayLike, lengths: npt.ArrayLike | None = None) -> None:
+        """Append one document: a single sequence, or sequences of the given lengths. No ids: an empty document."""
+        ids = np.asarray(ids)
+        if lengths is None:
+            lengths = [len(ids)] if len(ids) else []
+        self.add_documents(ids, lengths, [len(np.asarray(lengths))])
+
+    def add_documents(self, ids: npt.ArrayLike, lengths: npt.ArrayLike, sequences_per_document: npt.ArrayLike) -> None:
+        """Append many documents at once.
+
+        ``ids`` holds their tokens back to back, ``lengths`` the tokens of each sequence, ``sequences_per_document`` the
+        sequences of each document (0: empty). Raises IndexedDatasetError when these do not add up or an id does not
+        fit the token type; nothing is appended then.
+        """
+        tokens = checked_cast(ids, self.dtype)
+        lengths, counts = np.asarray(lengths, np.int64), np.asarray(sequences_per_document, np.int64)
+        if (lengths < 0).any() or int(lengths.sum()) != tokens.size or (counts < 0).any() or int(counts.sum()) != lengths.size:
+            raise IndexedDatasetError(
+                f"{self.prefix}.bin: {tokens.size} tokens in sequences that add up to {lengths.sum()}, "
+                f"{lengths.size} sequences in documents that add up to {counts.sum()}."
+            )
+        if (lengths > np.iinfo(np.int32).max).any():
+            raise IndexedDatasetError(
+                f"{self.prefix}.idx: a sequence of {lengths.max()} tokens does not fit the format's i32 lengths; cut it."
+            )
+        self._bin.write(tokens.data)
+        before = len(self._lengths)
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._document_indices.frombytes((before + np.cumsum(counts, dtype=np.int64)).tobytes())
+        self.num_tokens += tokens.size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._bin_temporary.unlink(missing_ok=True)
+            self._idx_temporary.unlink(missing_ok=True)
+            # On a full disk, closing fails again on what is still buffered.
+            with suppress(OSError):
+                self._bin.close()
+
+    def _finish(self) -> None:
+        with open(self._idx_temporary, "wb") as index:
+            self._write_index(index)
+            for file in (self._bin, index):
+                file.flush()
+                os.fsync(file.fileno())
+        bin_path, idx_path = self._targets
+        # An index of an earlier run must never stand beside the new tokens, not even for a moment.
+        idx_path.unlink(missing_ok=True)
+        os.replace(self._bin_temporary, bin_path)
+        os.replace(self._idx_temporary, idx_path)
+
+    def _write_index(self, index: Any) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
+        documents = np.frombuffer(self._document_indices, np.int64)
+        index.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
+        index.write(lengths.astype("<i4", copy=False).data)
+        pointer = 0
+        for start in range(0, len(lengths), CHUNK):
+            part = lengths[start : start + CHUNK]
+            pointers = sequence_pointers(part, self.dtype.itemsize, pointer)
+            pointer = int(pointers[-1]) + int(part[-1]) * self.dtype.itemsize
+            index.write(pointers.astype("<i8", copy=False).data)
+        index.write(documents.astype("<i8", copy=False).data)

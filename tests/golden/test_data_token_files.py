@@ -1,0 +1,181 @@
+"""Preprocessing and the data sets built on its files equal what Megatron wrote, byte for byte."""
+
+import hashlib
+import json
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from domino_lm.config import TokenizerConfig
+from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, attention_mask, build_train_valid_test
+from domino_lm.data.preprocess import PreprocessConfig, preprocess
+
+GOLDEN = Path(__file__).parent / "data"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
+HASHES = json.loads((GOLDEN / "SHA256.json").read_text())
+CASES = sorted(path.stem for path in (GOLDEN / "gpt").glob("*.json"))
+INDICES = ("document_index", "sample_index", "shuffle_index")
+PARTS = {"part_a": {0}, "part_b": {1, 2}, "part_c": {3, 4, 5}}
+GPT2 = TokenizerConfig(
+    tokenizer_type="GPT2BPETokenizer",
+    vocab_file=str(GOLDEN / "tokenizers/gpt2-bpe/vocab.json"),
+    merge_file=str(GOLDEN / "tokenizers/gpt2-bpe/merges.txt"),
+)
+SP4096 = TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(EXAMPLES / "sp4096.model"))
+
+
+@dataclass
+class TokenFiles:
+    """Makes each pair of token files once, when a test first asks for it."""
+
+    folder: Path
+    made: set[str] = field(default_factory=set)
+
+    def prefix(self, stem: str, workers: int = 1) -> Path:
+        """Prefix of the pair that Megatron's tool wrote under the output prefix ``stem``."""
+        if stem not in self.made:
+            source, tokenizer, keys = stem, GPT2, ("text",)
+            if stem.endswith("_sp4096") or stem in ("part_b_keys", "sentences"):
+                source, tokenizer = stem.removesuffix("_sp4096").removesuffix("_keys"), SP4096
+            if stem == "part_b_keys":
+                keys = ("text", "src")
+            source = source.removesuffix("_gpt2").removesuffix("_gpt2_noeod")
+            output = str(self.folder / stem)
+            preprocess(
+                PreprocessConfig(
+                    input=str(self.source(source)),
+                    output_prefix=output,
+                    tokenizer=tokenizer,
+                    json_keys=keys,
+                    append_eod="noeod" not in stem,
+                    workers=workers,
+                )
+            )
+            self.made.add(stem)
+        return self.folder / f"{stem}_text_document"
+
+    def source(self, name: str) -> Path:
+        if name == "corpus":
+            return EXAMPLES / "corpus.jsonl"
+        if name == "sentences":
+            return GOLDEN / "sentences.jsonl"
+        path = self.folder / f"{name}.jsonl"
+        lines = (EXAMPLES / "corpus.jsonl").read_bytes().split(b"\n")[:-1]
+        path.write_bytes(b"".join(line + b"\n" for i, line in enumerate(lines) if i % 10 in PARTS[name]))
+        return path
+
+
+@pytest.fixture(scope="module")
+def token_files(tmp_path_factory: pytest.TempPathFactory) -> TokenFiles:
+    return TokenFiles(tmp_path_factory.mktemp("token_files"))
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("extension", ["bin", "idx"])
+@pytest.mark.parametrize(
+    ("stem", "key"),
+    [
+        ("corpus_gpt2", "text"),
+        ("corpus_sp4096", "text"),
+        ("corpus_gpt2_noeod", "text"),
+        ("part_a", "text"),
+        ("part_b", "text"),
+        ("part_c", "text"),
+        ("part_a_sp4096", "text"),
+        ("part_b_keys", "text"),
+        ("part_b_keys", "src"),
+        ("sentences", "text"),
+    ],
+)
+def test_preprocessing_writes_megatrons_bytes(token_files: TokenFiles, stem: str, key: str, extension: str) -> None:
+    token_files.prefix(stem)
+    path = token_files.folder / f"{stem}_{key}_document.{extension}"
+    assert sha256(path) == HASHES[f"{stem}_{key}_document"][f"{extension}_sha256"]
+
+
+def test_two_workers_write_megatrons_bytes_too(tmp_path: Path) -> None:
+    prefix = TokenFiles(tmp_path).prefix("corpus_gpt2", workers=2)
+    expected = HASHES["corpus_gpt2_text_document"]
+    assert [sha256(prefix.with_suffix(f".{half}")) for half in ("bin", "idx")] == [expected["bin_sha256"], expected["idx_sha256"]]
+
+
+def build(meta: dict[str, Any], token_files: TokenFiles) -> dict[str, GPTDataset | None]:
+    settings = meta["config"]
+    stem = meta["prefix"].removeprefix("bin/").removesuffix("_text_document")
+    config = GPTDatasetConfig(
+        sequence_length=settings["sequence_length"],
+        seed=settings["random_seed"],
+        eod=50256 if settings["tokenizer"] == "gpt2" else 2,
+        vocab_size=50257 if settings["tokenizer"] == "gpt2" else 4096,
+        reset_position_ids=settings["reset_position_ids"],
+        reset_attention_mask=settings["reset_attention_mask"],
+        eod_mask_loss=settings["eod_mask_loss"],
+        drop_last_partial_validation_sequence=settings["drop_last_partial_validation_sequence"],
+        add_extra_token_to_sequence=settings["add_extra_token_to_sequence"],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some test splits are shorter than one sample
+        datasets = build_train_valid_test(token_files.prefix(stem), meta["split"], meta["sizes"], config)
+    return dict(zip(SPLITS, datasets, strict=True))
+
+
+@pytest.fixture(scope="module")
+def case(
+    request: pytest.FixtureRequest, token_files: TokenFiles
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, GPTDataset | None]]:
+    meta = json.loads((GOLDEN / "gpt" / f"{request.param}.json").read_text())
+    with np.load(GOLDEN / "gpt" / f"{request.param}.npz") as arrays:
+        return meta, dict(arrays), build(meta, token_files)
+
+
+Case = tuple[dict[str, Any], dict[str, np.ndarray], dict[str, GPTDataset | None]]
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+def test_splits_have_megatrons_lengths(case: Case) -> None:
+    meta, _, datasets = case
+    lengths = {name: None if dataset is None else len(dataset) for name, dataset in datasets.items()}
+    assert lengths == {name: split and split["len"] for name, split in meta["splits"].items()}
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+def test_indices_equal_megatrons(case: Case) -> None:
+    _, arrays, datasets = case
+    for name, dataset in datasets.items():
+        for index in INDICES if dataset is not None else ():
+            found, expected = getattr(dataset, index), arrays[f"{name}_{index}"]
+            assert found.dtype == expected.dtype
+            np.testing.assert_array_equal(found, expected, f"{name} {index}")
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+def test_samples_equal_megatrons(case: Case) -> None:
+    _, arrays, datasets = case
+    compared = 0
+    for name, dataset in datasets.items():
+        if dataset is None:
+            continue
+        stored = {key.partition(".")[2]: value for key, value in arrays.items() if key.startswith(f"{name}_samples.")}
+        for i in range(len(stored["tokens"])):
+            assert_sample(dataset, i, {key: value[i] for key, value in stored.items() if i < len(value)})
+            compared += 1
+        for kind in ("last", "tail"):
+            expected = {key.partition(".")[2]: value for key, value in arrays.items() if key.startswith(f"{name}_{kind}_sample.")}
+            if expected:
+                assert_sample(dataset, int(expected.pop("idx", len(dataset) - 1)), expected)
+    assert compared >= 50
+
+
+def assert_sample(dataset: GPTDataset, i: int, expected: dict[str, np.ndarray]) -> None:
+    found = dict(dataset[i])
+    if "attention_mask" in expected and "attention_mask" not in found:
+        found["attention_mask"] = attention_mask(found["tokens"])
+    for key, value in expected.items():
+        np.testing.assert_array_equal(found[key], value, f"{dataset.split} sample {i}: {key}")

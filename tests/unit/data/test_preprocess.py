@@ -1,0 +1,269 @@
+"""Preprocessing: one clear line for each fault, no file left behind, the same bytes for any number of workers."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from domino_lm.config import TokenizerConfig
+from domino_lm.data.documents import Block, PreprocessError
+from domino_lm.data.indexed import IndexedDataset
+from domino_lm.data.preprocess import PreprocessConfig, Summary, preprocess, read_blocks
+from domino_lm.data.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).parents[3]
+TOOL = ROOT / "tools" / "preprocess_data.py"
+TOKENIZER = TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(ROOT / "examples/data/sp4096.model"))
+GOOD = b'{"text": "one good line"}\n'
+
+
+def run(tmp_path: Path, data: bytes, name: str = "input.jsonl", **settings: Any) -> Summary:
+    (tmp_path / name).write_bytes(data)
+    config = {"input": str(tmp_path / name), "output_prefix": str(tmp_path / "out"), "tokenizer": TOKENIZER, "workers": 1, **settings}
+    return preprocess(PreprocessConfig(**config))
+
+
+def outputs(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out"))
+
+
+def tool(*flags: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOL), *map(str, flags)], capture_output=True, text=True, timeout=60, **options)
+
+
+def flags(source: Path, prefix: Path) -> list[str | Path]:
+    assert TOKENIZER.tokenizer_model is not None
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", TOKENIZER.tokenizer_model]
+    return ["--input", source, "--output-prefix", prefix, *tokenizer]
+
+
+@pytest.mark.parametrize(
+    ("line", "byte", "message"),
+    [
+        pytest.param(b'{"text": "a"', 12, "not valid JSON", id="malformed"),
+        pytest.param('{"ä": 1, text}'.encode(), 10, "not valid JSON", id="malformed behind a wide character"),
+        pytest.param(b'{"text": "a"} {"text": "b"}', 14, "not valid JSON", id="two objects"),
+        pytest.param(b'["text"]', 0, "holds a list, not an object", id="list"),
+        pytest.param(b"null", 0, "holds null, not an object", id="null line"),
+        pytest.param(b'{"txt": "a"}', 0, r"no key 'text' \(keys here: 'txt'\)", id="key missing"),
+        pytest.param(b'{"text": null}', 0, "'text' is null, not a string", id="null"),
+        pytest.param(b'{"text": 7}', 0, "'text' is a number, not a string", id="number"),
+        pytest.param(b'{"text": ["a", {}]}', 0, "'text' is an object in a list, not a string", id="list of no strings"),
+        pytest.param(b'{"text": "a\xa3\xffb"}', 11, r"not UTF-8 \(bytes a3 ff", id="not UTF-8"),
+        pytest.param(b'{"text": "ab\\ud800"}', 0, r"half of a surrogate pair \(\\ud800, character 3\)", id="lone surrogate"),
+        pytest.param(b'{"text": "ab\\udc00\\ud800"}', 0, "half of a surrogate pair", id="swapped surrogates"),
+        pytest.param(b"[" * 100_000, 0, "not readable as JSON", id="nested too deep"),
+    ],
+)
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_bad_line_is_named_with_file_line_and_byte(tmp_path: Path, line: bytes, byte: int, message: str, before: int) -> None:
+    place = f"input.jsonl, line {before + 1}, byte {before * len(GOOD) + byte}: "
+    with pytest.raises(PreprocessError, match=f"{place}.*{message}.*; "):
+        run(tmp_path, GOOD * before + line + b"\n" + GOOD)
+    assert outputs(tmp_path) == []
+
+
+def test_a_byte_order_mark_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PreprocessError, match="line 1, byte 0: the file begins with a byte order mark"):
+        run(tmp_path, b"\xef\xbb\xbf" + GOOD)
+
+
+def test_a_fault_that_a_worker_finds_is_named_alike(tmp_path: Path) -> None:
+    with pytest.raises(PreprocessError, match=r"input\.jsonl, line 30001, byte 780000: not valid JSON"):
+        run(tmp_path, GOOD * 30_000 + b"x\n", workers=2)
+    assert outputs(tmp_path) == []
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n", b'{"text": ""}\n', b'{"text": []}\n{"text": [""]}\n'])
+def test_input_without_any_token_is_refused(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(PreprocessError, match=r"no document|are empty"):
+        run(tmp_path, data)
+    assert outputs(tmp_path) == []
+
+
+def test_an_empty_first_document_is_counted(tmp_path: Path) -> None:
+    summary = run(tmp_path, b'{"text":""}\n' + GOOD)
+    assert (summary.documents, summary.empty, IndexedDataset(tmp_path / "out_text_document").document_indices.tolist()) == (
+        2,
+        {"text": 1},
+        [0, 0, 1],
+    )
+
+
+def test_blank_lines_are_skipped_with_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = run(tmp_path, GOOD + b"\n" + GOOD + b" \t\r\n" + GOOD)
+    warning = f"warning: {tmp_path}/input.jsonl, line 2: blank line skipped; further ones are only counted.\n"
+    assert (summary.documents, summary.blank_lines, capsys.readouterr().err) == (3, 2, warning)
+
+
+@pytest.mark.parametrize("data", [GOOD + GOOD[:-1], GOOD.replace(b"\n", b"\r\n") * 2], ids=["no newline at the end", "CRLF"])
+def test_line_ends_do_not_matter(tmp_path: Path, data: bytes) -> None:
+    run(tmp_path, GOOD * 2, output_prefix=str(tmp_path / "expected"))
+    run(tmp_path, data)
+    assert (tmp_path / "out_text_document.bin").read_bytes() == (tmp_path / "expected_text_document.bin").read_bytes()
+
+
+def test_a_pair_of_surrogates_is_one_character(tmp_path: Path) -> None:
+    run(tmp_path, b'{"text": "\\ud83d\\ude00"}\n')
+    tokenizer = build_tokenizer(TOKENIZER)
+    assert IndexedDataset(tmp_path / "out_text_document").get(0).tolist() == tokenizer.encode("\U0001f600")
+
+
+def test_end_of_document_joins_the_last_sequence(tmp_path: Path) -> None:
+    run(tmp_path, b'{"text": ["one", "", "two", ""]}\n{"text": ""}\n', append_eod=True)
+    dataset, tokenizer = IndexedDataset(tmp_path / "out_text_document"), build_tokenizer(TOKENIZER)
+    assert [dataset.get(i).tolist() for i in range(len(dataset))] == [tokenizer.encode("one"), [*tokenizer.encode("two"), 2]]
+
+
+def test_every_key_gets_a_whole_pair(tmp_path: Path) -> None:
+    run(tmp_path, b'{"text": "a", "title": "b c"}\n' * 3, json_keys=("text", "title"))
+    assert [IndexedDataset(tmp_path / f"out_{key}_document").num_documents for key in ("text", "title")] == [3, 3]
+
+
+def test_gzip_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    run(tmp_path, GOOD * 5, output_prefix=str(tmp_path / "expected"))
+    run(tmp_path, gzip.compress(GOOD * 5), "input.jsonl.gz")
+    assert (tmp_path / "out_text_document.bin").read_bytes() == (tmp_path / "expected_text_document.bin").read_bytes()
+
+
+@pytest.mark.parametrize("data", [gzip.compress(GOOD * 5)[:-9], GOOD], ids=["truncated", "not gzip"])
+def test_damaged_gzip_input_is_refused(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(PreprocessError, match="the gzip file is damaged"):
+        run(tmp_path, data, "input.jsonl.gz")
+
+
+@pytest.mark.parametrize("size_bytes", [1, 10, 26, 27, 1000])
+def test_blocks_are_whole_lines_and_know_their_place(tmp_path: Path, size_bytes: int) -> None:
+    data = GOOD * 3 + b"\n" + b"x" * 100 + b"\n" + GOOD[:-1]
+    (tmp_path / "file").write_bytes(data)
+    with open(tmp_path / "file", "rb") as source:
+        blocks = list(read_blocks(source, "file", size_bytes))
+    assert b"".join(block.data for block in blocks) == data
+    for block in blocks:
+        assert block == Block(
+            data[block.offset_bytes :][: len(block.data)], 1 + data[: block.offset_bytes].count(b"\n"), block.offset_bytes
+        )
+        assert block.offset_bytes == 0 or data[block.offset_bytes - 1 : block.offset_bytes] == b"\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"workers": 0}, "--workers 0"),
+        ({"log_interval": 0}, "--log-interval 0"),
+        ({"json_keys": ("text", "text")}, "--json-keys text text"),
+        ({"input": "/no/such.jsonl"}, "--input /no/such.jsonl: no such file"),
+        ({"input": "/tmp"}, "--input /tmp is a folder"),
+        ({"output_prefix": "/no/such/out"}, "--output-prefix /no/such/out: the folder /no/such does not exist"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_flag(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PreprocessError, match=message):
+        run(tmp_path, GOOD, **settings)
+
+
+def test_the_input_is_never_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(PreprocessError, match="would overwrite --input"):
+        run(tmp_path, GOOD, "out_text_document.bin")
+    assert (tmp_path / "out_text_document.bin").read_bytes() == GOOD
+
+
+def test_a_failed_run_keeps_the_output_of_an_earlier_one(tmp_path: Path) -> None:
+    run(tmp_path, GOOD)
+    before = (tmp_path / "out_text_document.bin").read_bytes()
+    with pytest.raises(PreprocessError):
+        run(tmp_path, GOOD * 2 + b"{\n")
+    assert (tmp_path / "out_text_document.bin").read_bytes() == before
+    assert outputs(tmp_path) == ["out_text_document.bin", "out_text_document.idx"]
+
+
+def test_output_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    lines = b"".join(json.dumps({"text": f"line {i} " * (i % 50)}).encode() + b"\n" for i in range(4000))
+    for workers in (1, 2):
+        run(tmp_path, lines, workers=workers, append_eod=True, output_prefix=str(tmp_path / f"out{workers}"))
+    for extension in ("bin", "idx"):
+        assert len({(tmp_path / f"out{workers}_text_document.{extension}").read_bytes() for workers in (1, 2)}) == 1
+
+
+def test_the_tool_prints_one_line_for_a_fault_and_exits_with_1(tmp_path: Path) -> None:
+    (tmp_path / "input.jsonl").write_bytes(b"{\n")
+    result = tool(*flags(tmp_path / "input.jsonl", tmp_path / "out"))
+    assert (result.returncode, result.stderr.count("\n"), result.stderr.startswith("error: ")) == (1, 1, True)
+
+
+def test_the_tool_exits_with_2_for_a_missing_flag() -> None:
+    result = tool("--input", "x")
+    assert (result.returncode, "--output-prefix" in result.stderr) == (2, True)
+
+
+def test_the_tool_reports_progress_and_a_summary(tmp_path: Path) -> None:
+    (tmp_path / "input.jsonl").write_bytes(GOOD * 30_000)
+    result = tool(*flags(tmp_path / "input.jsonl", tmp_path / "out"), "--workers", "1", "--log-interval", "10000")
+    assert (len(result.stderr.splitlines()), "30000 documents in " in result.stdout) == (3, True)
+    assert result.stderr.startswith("Processed 1")
+
+
+def test_the_tool_runs_without_torch() -> None:
+    program = (
+        f"import sys, runpy\nsys.argv = ['x', '--help']\ntry: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+        "except SystemExit: assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
+
+
+def start_endless(tmp_path: Path) -> subprocess.Popen[str]:
+    """The tool with two workers, reading from a pipe that never ends."""
+    os.mkfifo(tmp_path / "input.jsonl")
+    command = [sys.executable, str(TOOL), *map(str, flags(tmp_path / "input.jsonl", tmp_path / "out")), "--workers", "2"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def workers_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def feed(tmp_path: Path, process: subprocess.Popen[str]) -> tuple[int, list[int]]:
+    """Opens the pipe and writes until the workers are there. Returns the open pipe and the workers."""
+    pipe = os.open(tmp_path / "input.jsonl", os.O_WRONLY)
+    deadline = time.monotonic() + 30
+    while len(workers_of(process.pid)) < 2:
+        os.write(pipe, GOOD * 2000)
+        assert time.monotonic() < deadline, "no workers"
+    time.sleep(0.5)  # a signal that comes while a worker is being started is seen only when the pipe's next bytes arrive
+    return pipe, workers_of(process.pid)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+def test_a_killed_worker_ends_the_run_with_a_reason(tmp_path: Path) -> None:
+    process = start_endless(tmp_path)
+    pipe, workers = feed(tmp_path, process)
+    os.kill(workers[0], signal.SIGKILL)
+    os.close(pipe)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "a worker process died" in err
+    assert outputs(tmp_path) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["terminated", "killed"])
+def test_workers_end_with_a_parent_that_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    process = start_endless(tmp_path)
+    pipe, workers = feed(tmp_path, process)
+    process.send_signal(number)
+    process.wait(timeout=30)
+    os.close(pipe)
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline, "orphaned workers"
+        time.sleep(0.05)
+    if number == signal.SIGTERM:
+        assert outputs(tmp_path) == []
