@@ -146,6 +146,5 @@ def _read_span(event: Mapping[str, Any]) -> Span:
     start_s, duration_s = float(event["ts"]) / MICROSECONDS, float(event["dur"]) / MICROSECONDS
     if event["cat"] not in LANE_NAMES or duration_s < 0:
         raise ValueError(f"lane {event['cat']!r}, duration {duration_s} s")
-    span = Span(str(event["name"]), event["cat"], start_s, start_s + duration_s)
-    assert span.op, "the name must parse as an op"
-    return span
+    op = Op.parse(str(event["name"]))
+    return Span(str(op), event["cat"], start_s, start_s + duration_s)

@@ -1,0 +1,175 @@
+"""The index of a PyTorch distributed checkpoint (its ``.metadata``), read without running what it says.
+
+PyTorch reads this file with plain pickle, which calls whatever the file names. Here the names that such an index holds
+become inert records, any other name is an error, and the index is rebuilt from the records with every field checked.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+METADATA_FILE = ".metadata"
+
+# Everything that PyTorch and Megatron put into an index. A name maps to what stands in for it: a record keeps what the
+# file would have given the class and does nothing with it. Write plans are Megatron's own note of how it saved.
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or read; the message names the file or tensor and the way out."""
+
+
+class _Record:
+    """What the index says about one object: the name of its class, and the state it would have had."""
+
+    kind = ""
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        """Arguments of enumerations and paths are accepted; nothing here needs them."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Resolves the names of `_RECORDS` to inert records, data types to themselves, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _RECORDS.get(module, ()):
+            # A class of its own for each name and load: a file that rewrites the class reaches nobody else.
+            return type(name, (_Record,), {"kind": name})
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint index holds")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to an object outside the file")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Read the index of the checkpoint in ``folder``: tensors, chunks, and where in which file each chunk lies.
+
+    Nothing that the file names is called. Raises CheckpointError where it is missing, damaged, or names anything that
+    an index has no use for.
+    """
+    path = folder / METADATA_FILE
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+        return _rebuild(index)
+    except OSError as error:
+        raise CheckpointError(f"{path}: the checkpoint's index cannot be read ({error.strerror}); take another checkpoint") from error
+    except Exception as error:
+        # A damaged pickle raises nearly any exception.
+        reason = str(error) or type(error).__name__
+        raise CheckpointError(
+            f"{path}: not the index of a PyTorch distributed checkpoint, or damaged: {reason}. "
+            "Nothing in it was run and nothing was loaded; take another checkpoint, and only from people you trust."
+        ) from error
+
+
+def missing_data(folder: Path, metadata: Metadata) -> list[str]:
+    """What ``folder`` lacks of the data that its index lists: one line for each file that is absent or too short."""
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    faults = []
+    for name, size_bytes in sorted(needed.items()):
+        try:
+            found_bytes = (folder / name).stat().st_size
+        except OSError as error:
+            faults.append(f"{name}: {error.strerror}")
+            continue
+        if found_bytes < size_bytes:
+            faults.append(f"{name}: {found_bytes} bytes, the index needs {size_bytes}")
+    return faults
+
+
+def _rebuild(index: Any) -> Metadata:
+    """The index as PyTorch's own classes, from records; TypeError, KeyError or ValueError where a field is not what it must be."""
+    fields = _fields(index, "Metadata")
+    tensors = {_text(key): _storage(value) for key, value in fields["state_dict_metadata"].items()}
+    places = {_index(key): _place(value) for key, value in fields["storage_data"].items()}
+    return Metadata(state_dict_metadata=tensors, storage_data=places)
+
+
+def _storage(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(record, _Record) and record.kind == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    fields = _fields(record, "TensorStorageMetadata")
+    properties = fields["properties"]
+    dtype = properties.state[0] if isinstance(properties, _Record) else None
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a tensor of type {dtype!r}")
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype),
+        size=_size(fields["size"]),
+        chunks=[ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+    )
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    offset = fields.get("offset")
+    return MetadataIndex(_text(fields["fqn"]), None if offset is None else _size(offset))
+
+
+def _place(record: Any) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    name, (offset, length) = _text(fields["relative_path"]), _size((fields["offset"], fields["length"]))
+    if Path(name).name != name:
+        raise ValueError(f"data file {name!r} lies outside the checkpoint's folder")
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"data file {name!r} is compressed ({fields['transform_descriptors']}), which is not supported")
+    return _StorageInfo(name, offset, length)
+
+
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(record, _Record) or record.kind != kind or not isinstance(record.state, dict):
+        raise TypeError(f"{kind} expected, found {type(record).__name__}")
+    return record.state
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or not all(isinstance(n, int) and n >= 0 for n in value):
+        raise TypeError(f"sizes expected, found {value!r}")
+    return torch.Size(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a name expected, found {value!r}")
+    return value

@@ -1,0 +1,378 @@
+"""Checkpoints of one process: to the bit, readable by torch alone, atomic, and refused with a reason when damaged or foreign."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from domino_lm.config import ModelConfig, OptimizerConfig
+from domino_lm.model.stack import Stack, build_stack
+from domino_lm.parallel.collectives import Communicator
+from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.training import checkpoint
+from domino_lm.training.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from domino_lm.training.optimizer import Optimizer
+from domino_lm.training.sharded_tensors import blocks_of, write_blocks
+from domino_lm.training.stored_metadata import CheckpointError, read_metadata
+from tests.distributed.models import GPT, LLAMA
+
+ALONE = Communicator.single()
+MESH = ParallelMesh(ALONE, ALONE, ALONE, torch.device("cpu"))
+STATE = {"consumed_samples": 160, "learning_rate": {"num_steps": 160}}
+DATA_FILE = "__0_0.distcp"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Run:
+    """A model and its optimizer after some steps on random gradients."""
+
+    def __init__(self, model: ModelConfig = GPT, seed: int = 1, steps: int = 2) -> None:
+        self.stack: Stack = build_stack(model, ALONE, seed)
+        self.optimizer = Optimizer(self.stack.parameters(), OptimizerConfig(lr=0.01), ALONE)
+        for step in range(steps):
+            self.step(step)
+
+    def step(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in self.stack.parameters():
+            parameter.main_grad = torch.randn(parameter.shape, generator=generator)
+        self.optimizer.step(0.01)
+
+    def save(self, folder: Path, iteration: int = 20) -> Path:
+        return save_checkpoint(folder, iteration, self.stack, self.optimizer, STATE, MESH)
+
+    def load(self, folder: Path, optimizer: bool = True) -> dict[str, Any] | None:
+        return load_checkpoint(folder, self.stack, self.optimizer if optimizer else None, MESH)
+
+    def bits(self) -> list[bytes]:
+        tensors = (*self.stack.parameters(), *self.optimizer.exp_avg, *self.optimizer.exp_avg_sq)
+        return [tensor.detach().numpy().tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_loading_gives_back_weights_and_moments_to_the_bit(tmp_path: Path, model: ModelConfig) -> None:
+    saved, loaded = Run(model), Run(model, seed=2, steps=0)
+    saved.save(tmp_path)
+    loaded.load(tmp_path)
+    assert loaded.bits() == saved.bits()
+
+
+def test_loading_gives_back_state_and_iteration(tmp_path: Path) -> None:
+    Run().save(tmp_path)
+    assert Run().load(tmp_path) == {**STATE, "iteration": 20}
+
+
+def test_steps_after_resuming_equal_the_uninterrupted_ones_to_the_bit(tmp_path: Path) -> None:
+    uninterrupted, resumed = Run(), Run(seed=2, steps=0)
+    uninterrupted.save(tmp_path)
+    resumed.load(tmp_path)
+    for run in (uninterrupted, resumed):
+        run.step(7)
+        run.step(8)
+    assert resumed.bits() == uninterrupted.bits()
+
+
+def test_loading_weights_alone_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+    Run().save(tmp_path)
+    run = Run(seed=2, steps=0)
+    run.load(tmp_path, optimizer=False)
+    assert run.optimizer.step_count == 0
+    assert not any(moment.any() for moment in run.optimizer.exp_avg)
+
+
+def test_a_tied_matrix_is_stored_once(tmp_path: Path) -> None:
+    assert "output_layer.weight" not in read_metadata(Run().save(tmp_path)).state_dict_metadata
+
+
+def test_torch_alone_reads_a_checkpoint(tmp_path: Path) -> None:
+    run = Run()
+    stacked = [p for p in run.stack.parameters() if p.spec.key == "decoder.layers.mlp.linear_fc1.weight"]
+    found = {"decoder.layers.mlp.linear_fc1.weight": torch.zeros(len(stacked), *stacked[0].shape)}
+    path = run.save(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    assert torch.equal(found["decoder.layers.mlp.linear_fc1.weight"], torch.stack([p.detach() for p in stacked]))
+
+
+def test_a_checkpoint_says_what_megatron_looks_for(tmp_path: Path) -> None:
+    path = Run().save(tmp_path)
+    assert json.loads((path / "metadata.json").read_text()) == {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    assert (tmp_path / TRACKER).read_text() == "20"
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+    Run(seed=5).save(tmp_path)
+    again, loaded = Run(), Run(seed=2)
+    again.save(tmp_path)
+    loaded.load(tmp_path)
+    assert loaded.bits() == again.bits()
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000020", TRACKER]
+
+
+# --- nothing in a checkpoint is run
+
+
+class Hostile:
+    """Unpickled by plain pickle, it calls what it was made with."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("function", [os.mkdir, eval, getattr, __import__], ids=lambda f: f.__name__)
+def test_a_hostile_index_is_refused_and_not_run(tmp_path: Path, function: Any) -> None:
+    path, trap = Run().save(tmp_path), tmp_path / "trap"
+    arguments = {
+        os.mkdir: (str(trap),),
+        eval: (f"__import__('os').mkdir({str(trap)!r})",),
+        getattr: ("text", "upper"),
+        __import__: ("os",),
+    }[function]
+    (path / ".metadata").write_bytes(pickle.dumps(Hostile(function, *arguments)))
+    with pytest.raises(CheckpointError, match="which no checkpoint index holds"):
+        load_checkpoint(tmp_path, Run().stack, None, MESH, iteration=20)
+    assert not trap.exists()
+
+
+def test_an_index_cannot_change_the_classes_that_it_names(tmp_path: Path) -> None:
+    path = Run().save(tmp_path)
+    # The class itself as the object whose state is set: {"fqn": 1} would become attributes of it.
+    (path / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n(N}S'fqn'\nI1\nstb.")
+    with pytest.raises(CheckpointError):
+        load_checkpoint(tmp_path, Run().stack, None, MESH, iteration=20)
+    assert not hasattr(dcp.metadata.MetadataIndex, "fqn")
+
+
+def test_an_index_cannot_point_outside_its_folder(tmp_path: Path) -> None:
+    path = Run().save(tmp_path)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = "../secret.distcp"
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match="outside the checkpoint's folder"):
+        load_checkpoint(tmp_path, Run().stack, None, MESH, iteration=20)
+
+
+def test_a_hostile_data_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    path, trap = Run().save(tmp_path), tmp_path / "trap"
+    size = (path / DATA_FILE).stat().st_size
+    (path / DATA_FILE).write_bytes(pickle.dumps(Hostile(os.mkdir, str(trap))).ljust(size, b"\0"))
+    with pytest.raises(CheckpointError, match=f"cannot be read from {DATA_FILE}"):
+        Run().load(tmp_path)
+    assert not trap.exists()
+
+
+# --- a checkpoint that does not fit
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 64}, r"position_embeddings.weight: the run needs \[16, 64\], the checkpoint holds \[16, 32\]"),
+        ({"num_layers": 3}, r"the run needs \[3, .*, the checkpoint holds \[2, "),
+        ({"untie_embeddings_and_output_weights": True}, "output_layer.weight: .* the checkpoint has no such tensor"),
+        ({"add_bias_linear": False}, "linear_.*bias: the checkpoint holds it, the run has no such tensor"),
+        ({"vocab_size": 96}, "saved with a vocabulary of 97 tokens, this run has 96"),
+        ({"vocab_size": 200}, "with 200 true vocabulary rows, the checkpoint holds"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_another_model_is_refused_with_both_shapes(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    Run().save(tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        Run(replace(GPT, **changes)).load(tmp_path)
+
+
+def test_a_refused_checkpoint_has_changed_no_value(tmp_path: Path) -> None:
+    Run().save(tmp_path)
+    run = Run(replace(GPT, add_bias_linear=False), seed=2)
+    before = run.bits()
+    with pytest.raises(CheckpointError):
+        run.load(tmp_path)
+    assert run.bits() == before
+
+
+def test_an_untied_head_is_not_dropped_silently(tmp_path: Path) -> None:
+    Run(replace(GPT, untie_embeddings_and_output_weights=True)).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"output_layer\.weight: the checkpoint holds it"):
+        Run().load(tmp_path)
+
+
+def test_weights_without_optimizer_state_name_the_flag(tmp_path: Path) -> None:
+    run = Run()
+    path = run.save(tmp_path)
+    record = (path / "state.json").read_text()
+    shutil.rmtree(path)
+    path.mkdir()
+    write_blocks(path, [block for p in run.stack.parameters() for block in blocks_of(p.spec, p, ALONE)], ALONE)
+    (path / "state.json").write_text(record)
+    with pytest.raises(CheckpointError, match="--no-load-optim"):
+        run.load(tmp_path)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    path = Run().save(tmp_path) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
+    with pytest.raises(CheckpointError, match="format version 99"):
+        Run().load(tmp_path)
+
+
+# --- damage, and what is resumed from
+
+
+def cut_data(path: Path) -> None:
+    os.truncate(path / DATA_FILE, 1000)
+
+
+def empty_data(path: Path) -> None:
+    os.truncate(path / DATA_FILE, 0)
+
+
+def remove_data(path: Path) -> None:
+    (path / DATA_FILE).unlink()
+
+
+def cut_index(path: Path) -> None:
+    os.truncate(path / ".metadata", 500)
+
+
+def remove_index(path: Path) -> None:
+    (path / ".metadata").unlink()
+
+
+def remove_state(path: Path) -> None:
+    (path / "state.json").unlink()
+
+
+def remove_folder(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+DAMAGES = {
+    cut_data: f"{DATA_FILE}: 1000 bytes, the index needs",
+    empty_data: f"{DATA_FILE}: 0 bytes, the index needs",
+    remove_data: f"{DATA_FILE}: No such file",
+    cut_index: "or damaged",
+    remove_index: "index cannot be read",
+    remove_state: "state.json: missing",
+    remove_folder: "iter_0000040 does not exist",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_to_the_latest_falls_back_on_the_one_before_with_a_warning(tmp_path: Path, damage: Any) -> None:
+    run = Run()
+    run.save(tmp_path, 20)
+    damage(run.save(tmp_path, 40))
+    with pytest.warns(UserWarning, match=DAMAGES[damage]):
+        assert latest_iteration(tmp_path) == 20
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_to_the_only_checkpoint_is_an_error_that_names_it(tmp_path: Path, damage: Any) -> None:
+    damage(Run().save(tmp_path, 40))
+    with pytest.raises(CheckpointError, match=DAMAGES[damage]):
+        Run().load(tmp_path)
+
+
+def test_a_file_damaged_inside_is_named_with_the_tensor(tmp_path: Path) -> None:
+    path = Run().save(tmp_path) / DATA_FILE
+    path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(CheckpointError, match=f"embedding.word_embeddings.weight cannot be read from {DATA_FILE}"):
+        Run().load(tmp_path)
+
+
+@pytest.mark.parametrize("tracker", ["", "twenty", "release", "99"])
+def test_a_wrong_tracker_falls_back_on_the_newest_complete_checkpoint(tmp_path: Path, tracker: str) -> None:
+    run = Run()
+    run.save(tmp_path, 20)
+    run.save(tmp_path, 40)
+    (tmp_path / TRACKER).write_text(tracker)
+    with pytest.warns(UserWarning, match="Taking iteration 40"):
+        assert latest_iteration(tmp_path) == 40
+
+
+def test_the_tracker_may_name_an_older_checkpoint(tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path, 20)
+    run.save(tmp_path, 40)
+    (tmp_path / TRACKER).write_text("20\n")
+    assert latest_iteration(tmp_path) == 20
+
+
+def test_an_interrupted_save_is_not_resumed_from(tmp_path: Path) -> None:
+    path = Run().save(tmp_path)
+    shutil.copytree(path, tmp_path / "iter_0000040.tmp-0123abcd")
+    assert latest_iteration(tmp_path) == 20
+
+
+@pytest.mark.parametrize("folder", ["missing", "."], ids=["missing", "empty"])
+def test_no_checkpoint_at_all_is_none(tmp_path: Path, folder: str) -> None:
+    assert Run(steps=0).load(tmp_path / folder) is None
+
+
+# --- saves that fail
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """A disk that is full, as far as this process can tell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size_bytes", [0, 10_000])
+def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path, size_bytes: int) -> None:
+    run = Run()
+    run.save(tmp_path)
+    with files_of_at_most(size_bytes), pytest.raises(CheckpointError, match=r"File too large.*Make room"):
+        run.save(tmp_path, 40)
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000020", TRACKER]
+    assert latest_iteration(tmp_path) == 20
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "save").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"save/iter_0000020.*Not a directory"):
+        Run().save(tmp_path / "save")
+
+
+def test_a_save_that_dies_before_the_tracker_moves_leaves_it_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.save(tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoint.os, "replace", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        run.save(tmp_path, 40)
+    assert latest_iteration(tmp_path) == 20
+
+
+def test_a_state_that_json_cannot_hold_fails_before_any_file_exists(tmp_path: Path) -> None:
+    run = Run()
+    with pytest.raises(TypeError):
+        save_checkpoint(tmp_path / "save", 20, run.stack, run.optimizer, {"device": torch.device("cpu")}, MESH)
+    assert not (tmp_path / "save").exists()
