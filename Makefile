@@ -1,0 +1,64 @@
+# Every target does its own set-up. Two variables change what is set up:
+#   make setup TORCH="torch==2.6.0"   installs another torch than the pinned one
+#   make setup VENV=/path/to/env      uses an environment that exists; what it already holds (torch above all) stays as it is
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+STAMP = $(VENV)/.domino-lm-setup
+PINNED_TORCH := torch==2.13.0
+TORCH ?= $(or $(shell cat $(STAMP) 2>/dev/null),$(PINNED_TORCH))
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Not empty where somebody else chose the torch: then versions that the environment holds stay.
+OWN := $(filter-out file,$(origin VENV))$(filter-out $(PINNED_TORCH),$(TORCH))
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CODE := domino_lm tools tests
+
+.PHONY: help setup demo test check format clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1|/' | awk -F'|' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## build the environment (TORCH=... or VENV=... change what it holds)
+
+demo: $(STAMP)  ## text to trained model on two CPU processes, in under four minutes
+	$(BIN)/python tools/demo.py
+
+test: $(STAMP)  ## run all tests (PYTEST="-k name" runs some)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+
+check: $(STAMP)  ## format, lint and types, as CI runs them
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the code in the house format
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+clean:  ## remove what demo and tests left behind
+	rm -rf runs build dist .mypy_cache .ruff_cache .hypothesis
+
+# Set-up runs once; another TORCH on the command line runs it again.
+ifneq ($(origin TORCH),file)
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(TORCH))
+.PHONY: $(STAMP)
+endif
+endif
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)$(wildcard $(BIN)/python)" || { echo "no python3.11 on PATH; install it, or give PYTHON=/path/to/python"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version.split()[0])'
+	@echo "setting up $(VENV) (about a minute the first time)"
+ifeq ($(OWN),)
+	@cp constraints.txt $(VENV)/constraints.txt
+else
+	@$(if $(filter file,$(origin TORCH)),$(BIN)/python -c 'import torch' 2>/dev/null ||) $(PIP) install -q $(TORCH)
+	@$(PIP) freeze --all | sed -E 's/[ =@].*//' | tr 'A-Z_' 'a-z-' > $(VENV)/held.txt
+	@awk -F'==' 'NR == FNR { held[$$1]; next } { name = tolower($$1); gsub("_", "-", name); if (!(name in held)) print }' \
+	  $(VENV)/held.txt constraints.txt > $(VENV)/constraints.txt
+endif
+	@$(PIP) install -q -c $(VENV)/constraints.txt -e '.[dev]'
+	@echo '$(TORCH)' > $@

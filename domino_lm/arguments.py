@@ -1,0 +1,165 @@
+"""Flags made from the dataclasses in `config`: a field `ffn_hidden_size` is `--ffn-hidden-size`, its docstring the help.
+
+A value comes from the command line, else from `--preset`, else from the field's default. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import textwrap
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from domino_lm import config
+from domino_lm.config import ConfigError, RunConfig
+from domino_lm.presets import PRESETS
+
+NO_DEFAULT = dataclasses.MISSING
+ALIASES = {
+    "norm_epsilon": ["--layernorm-epsilon"],
+    "override_opt_param_scheduler": ["--override-opt_param-scheduler"],
+}
+TURN_OFF = {"add_bias_linear": "--disable-bias-linear"}
+"""Megatron's name for switching a field off, where it is not ``--no-<field>``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One field of one of RunConfig's parts, as the command line sees it."""
+
+    part: str
+    name: str
+    kind: type
+    choices: tuple[str, ...] | None
+    default: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """Spelling on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+def settings() -> list[Setting]:
+    """Every setting in the order of `config`; names are unique over all parts."""
+    found = []
+    for part, part_class in _parts().items():
+        docstrings = field_docstrings(part_class)
+        hints = get_type_hints(part_class)
+        for item in dataclasses.fields(part_class):
+            kind, choices = _kind(hints[item.name])
+            found.append(Setting(part, item.name, kind, choices, item.default, docstrings[item.name]))
+    return found
+
+
+def field_docstrings(part_class: type) -> dict[str, str]:
+    """Docstring that follows each field in the class's source."""
+    (class_node,) = ast.parse(textwrap.dedent(inspect.getsource(part_class))).body
+    assert isinstance(class_node, ast.ClassDef)
+    found = {}
+    for node, following in zip(class_node.body, class_node.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
+            found[node.target.id] = inspect.cleandoc(ast.literal_eval(following.value))
+    return found
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Parser of every setting; what the command line does not name is absent from its result."""
+    parser = _Parser(
+        prog="domino-lm-pretrain",
+        description="Train a GPT or LLaMA model from scratch. Flags are spelled as Megatron spells them.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="Take a named model's settings; explicit flags win over them.")
+    groups: dict[str, Any] = {}
+    for setting in settings():
+        if setting.part not in groups:
+            title = _parts()[setting.part].__doc__
+            groups[setting.part] = parser.add_argument_group(setting.part, title)
+        _add_setting(groups[setting.part], setting)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> RunConfig:
+    """Settings of one run from its command line.
+
+    Raises ConfigError, with every unknown flag or every missing one in the one message. Whether the values work
+    together is `checks.check_run`'s business.
+    """
+    parser = build_parser()
+    found, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        raise ConfigError(_unknown_message(unknown, parser))
+    values = vars(found)
+    preset = values.pop("preset", None)
+    return config_from_values({**(PRESETS[preset] if preset else {}), **values})
+
+
+def config_from_values(values: dict[str, object]) -> RunConfig:
+    """RunConfig of flat field names and values; what is absent takes its default. Raises ConfigError on a missing one."""
+    missing = [item.flag for item in settings() if item.default is NO_DEFAULT and item.name not in values]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)}: no value given and none by default; add them, or take a model with --preset debug-gpt.")
+    parts = {
+        part: part_class(**{item.name: values[item.name] for item in dataclasses.fields(part_class) if item.name in values})
+        for part, part_class in _parts().items()
+    }
+    return RunConfig(**parts)
+
+
+def flat_values(run: RunConfig) -> dict[str, object]:
+    """Every setting's value by its field name, in the order of `config`."""
+    return {item.name: getattr(getattr(run, item.part), item.name) for item in settings()}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a wrong value is a ConfigError, so that one process of many can print it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument ") + ".")
+
+
+def _parts() -> dict[str, Any]:
+    return {item.name: get_type_hints(RunConfig, vars(config))[item.name] for item in dataclasses.fields(RunConfig)}
+
+
+def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None]:
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (member for member in get_args(hint) if member is not NoneType)
+    if get_origin(hint) is Literal:
+        return str, get_args(hint)
+    return hint, None
+
+
+def _add_setting(group: Any, setting: Setting) -> None:
+    flags = [setting.flag, *ALIASES.get(setting.name, [])]
+    text = setting.help.replace("%", "%%")
+    if setting.kind is not bool:
+        shown = "" if setting.default in (None, NO_DEFAULT) else f" Default: {setting.default}."
+        metavar = None if setting.choices else setting.kind.__name__.upper()
+        group.add_argument(*flags, dest=setting.name, type=setting.kind, choices=setting.choices, metavar=metavar, help=text + shown)
+        return
+    shown = f" Default: {'on' if setting.default else 'off'}."
+    plain = setting.name.startswith("no_")
+    action = "store_true" if plain else argparse.BooleanOptionalAction
+    group.add_argument(*flags, dest=setting.name, action=action, help=text + shown)
+    if setting.name in TURN_OFF:
+        group.add_argument(TURN_OFF[setting.name], dest=setting.name, action="store_false", help=f"The same as --no{setting.flag[1:]}.")
+
+
+def _unknown_message(unknown: list[str], parser: argparse.ArgumentParser) -> str:
+    flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
+    if not flags:
+        return f"{' '.join(unknown)}: a value without a flag; every setting is given as --name value."
+    known = [option for action in parser._actions for option in action.option_strings]
+    parts = []
+    for flag in flags:
+        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+        parts.append(f"{flag} is not a flag of this program" + (f" (nearest: {near[0]})" if near else ""))
+    return "; ".join(parts) + ". --help lists all flags."

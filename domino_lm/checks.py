@@ -1,0 +1,183 @@
+"""Refuses settings that cannot work together, before anything is built. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from domino_lm.config import ConfigError, ModelConfig, RunConfig
+
+
+def check_run(run: RunConfig, world_size: int) -> None:
+    """Raise ConfigError naming every fault of ``run`` on ``world_size`` ranks: flags, values and the way out, one line each."""
+    faults = list(_number_faults(run))
+    faults = faults or [
+        *_layout_faults(run, world_size),
+        *_model_faults(run.model, run.parallel.tensor_model_parallel_size),
+        *_schedule_faults(run),
+        *_data_faults(run),
+        *_optimizer_faults(run),
+        *_checkpoint_faults(run),
+    ]
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
+    if faults:
+        raise ConfigError("\n".join([f"{len(faults)} settings cannot work:", *(f"  - {fault}" for fault in faults)]))
+
+
+def data_parallel_size(run: RunConfig, world_size: int) -> int:
+    """Replicas of the model on ``world_size`` ranks."""
+    return world_size // run.parallel.tensor_model_parallel_size
+
+
+def global_batch_size(run: RunConfig, world_size: int) -> int:
+    """Sequences in one optimizer step over all ranks."""
+    return run.training.global_batch_size or run.training.micro_batch_size * data_parallel_size(run, world_size)
+
+
+def _number_faults(run: RunConfig) -> Iterator[str]:
+    """Values outside their own range, whatever the others are."""
+    positive = {
+        "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
+        "max_position_embeddings rotary_base norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by",
+        "parallel": "tensor_model_parallel_size distributed_timeout_minutes",
+        "schedule": "domino_row_slices ddp_bucket_size",
+        "optimizer": "lr lr_decay_iters adam_eps",
+        "training": "micro_batch_size global_batch_size train_iters exit_interval",
+        "checkpoint": "save_interval",
+        "logging": "log_interval tensorboard_log_interval timeline_iteration",
+    }
+    for part, names in positive.items():
+        for name in names.split():
+            value = getattr(getattr(run, part), name)
+            if value is not None and not 0 < value < float("inf"):
+                yield f"{_flag(name)} {value} must be above 0."
+    not_negative = {
+        "optimizer": "min_lr lr_warmup_iters lr_warmup_init weight_decay clip_grad",
+        "training": "eval_interval eval_iters max_skipped_steps seed",
+    }
+    for part, names in not_negative.items():
+        for name in names.split():
+            value = getattr(getattr(run, part), name)
+            if not 0 <= value < float("inf"):
+                yield f"{_flag(name)} {value} must be 0 or more."
+    below_one = {"model": "attention_dropout hidden_dropout", "optimizer": "adam_beta1 adam_beta2"}
+    for part, names in below_one.items():
+        for name in names.split():
+            value = getattr(getattr(run, part), name)
+            if not 0 <= value < 1:
+                yield f"{_flag(name)} {value} must be at least 0 and below 1."
+
+
+def _layout_faults(run: RunConfig, world_size: int) -> Iterator[str]:
+    """Ranks and batch sizes that do not divide."""
+    tp = run.parallel.tensor_model_parallel_size
+    if world_size % tp:
+        yield (
+            f"--tensor-model-parallel-size {tp} does not divide the {world_size} ranks that were started; "
+            f"use {_either(_divisors(world_size))}, or start a multiple of {tp} ranks."
+        )
+        return
+    micro, batch = run.training.micro_batch_size, run.training.global_batch_size
+    replicas = data_parallel_size(run, world_size)
+    if batch is not None and batch % (micro * replicas):
+        step = micro * replicas
+        nearest = _either(sorted({max(step, batch // step * step), -(-batch // step) * step}))
+        yield (
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x data-parallel size {replicas} = {step}; "
+            f"use {nearest}."
+        )
+
+
+def _model_faults(model: ModelConfig, tp: int) -> Iterator[str]:
+    """Widths that do not divide among heads or ranks."""
+    heads, groups, split = model.num_attention_heads, model.query_groups, f"--tensor-model-parallel-size {tp}"
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield f"--hidden-size {model.hidden_size} does not divide into --num-attention-heads {heads}; change one, or give --kv-channels."
+    if heads % tp:
+        yield f"{split} does not divide --num-attention-heads {heads}; use a size of {_either(_divisors(heads))}."
+    if not model.group_query_attention and model.num_query_groups not in (1, heads):
+        yield f"--num-query-groups {groups} needs --group-query-attention; add it."
+    if heads % groups:
+        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use {_either(_divisors(heads))}."
+    elif groups % tp and heads % tp == 0:
+        yield f"{split} does not divide --num-query-groups {groups}; use a size of {_either(_divisors(groups))}."
+    if model.ffn_width < 1:
+        yield f"--hidden-size {model.hidden_size} with --swiglu gives an MLP of width 0; give --ffn-hidden-size."
+    elif model.ffn_width % tp:
+        yield f"{split} does not divide the MLP width {model.ffn_width}; give --ffn-hidden-size a multiple of {tp}."
+    if model.position_embedding_type == "rope":
+        if model.head_width % 2:
+            yield f"--position-embedding-type rope turns channels in pairs, but a head has {model.head_width}; use an even --kv-channels."
+    elif model.seq_length > model.position_rows:
+        yield (
+            f"--seq-length {model.seq_length} is longer than the position table of --max-position-embeddings {model.position_rows}; "
+            f"use at least {model.seq_length}."
+        )
+
+
+def _schedule_faults(run: RunConfig) -> Iterator[str]:
+    """Rows that there are no sequences for."""
+    rows, micro = run.schedule.domino_row_slices, run.training.micro_batch_size
+    if rows is None:
+        return
+    if run.schedule.schedule == "baseline" and rows > 1:
+        yield f"--domino-row-slices {rows} contradicts --schedule baseline, which cuts nothing; leave one of them out."
+    if rows > micro:
+        yield f"--domino-row-slices {rows} asks for more rows than --micro-batch-size {micro} has sequences; use at most {micro}."
+
+
+def _data_faults(run: RunConfig) -> Iterator[str]:
+    """Data without a path, tokenizers without their files."""
+    if run.data.data_path is None:
+        yield "--data-path is missing: the prefix of a .bin/.idx pair; tools/preprocess_data.py makes one from text."
+    kind = run.tokenizer.tokenizer_type
+    if kind is None and run.model.vocab_size is None:
+        yield "the vocabulary size is unknown: give --tokenizer-type with its files, or --vocab-size."
+    if kind is None:
+        resets = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(run.data, name)]
+        if resets:
+            yield f"{', '.join(map(_flag, resets))} must know the end-of-document id: give --tokenizer-type with its files."
+        return
+    needed = ["vocab_file", "merge_file"] if kind == "GPT2BPETokenizer" else ["tokenizer_model"]
+    absent = [_flag(name) for name in needed if getattr(run.tokenizer, name) is None]
+    if absent:
+        yield f"--tokenizer-type {kind} also needs {' and '.join(absent)}."
+
+
+def _optimizer_faults(run: RunConfig) -> Iterator[str]:
+    """Learning rates and schedule lengths out of order."""
+    optimizer = run.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; exchange or lower it."
+    if optimizer.lr_warmup_init > optimizer.lr:
+        yield f"--lr-warmup-init {optimizer.lr_warmup_init} is above --lr {optimizer.lr}; lower it."
+    decay = optimizer.lr_decay_iters or run.training.train_iters
+    if optimizer.lr_warmup_fraction is not None:
+        if optimizer.lr_warmup_iters:
+            yield f"--lr-warmup-fraction and --lr-warmup-iters {optimizer.lr_warmup_iters} both set the warm-up; leave one out."
+        if not 0 <= optimizer.lr_warmup_fraction < 1:
+            yield f"--lr-warmup-fraction {optimizer.lr_warmup_fraction} must be at least 0 and below 1."
+    if optimizer.lr_warmup_iters >= decay:
+        yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of the {decay} iterations of the decay; use less."
+
+
+def _checkpoint_faults(run: RunConfig) -> Iterator[str]:
+    """Settings of saving and loading without a folder."""
+    checkpoint = run.checkpoint
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        yield f"--save-interval {checkpoint.save_interval} has no folder to save in: give --save."
+    for name in ("exit_on_missing_checkpoint", "no_load_optim", "override_opt_param_scheduler"):
+        if getattr(checkpoint, name) and checkpoint.load is None:
+            yield f"{_flag(name)} says how to load, but nothing is loaded: give --load, or leave it out."
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))

@@ -1,0 +1,32 @@
+"""Ending a run early, at the edge of a step, on all ranks alike."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopSignal:
+    """While entered, SIGTERM asks for a stop instead of killing; ``asked`` says whether one came to this process.
+
+    Ranks get their signals at different moments, or one rank alone gets it: the trainer reduces ``asked`` over the world
+    at each step's edge, so that all of them stop, save and leave together.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True

@@ -1,0 +1,113 @@
+"""Twenty steps from Megatron's weights on Megatron's samples give Megatron's losses, learning rates and gradient norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from domino_lm.arguments import config_from_values
+from domino_lm.config import RunConfig
+from domino_lm.model.batch import MicroBatch
+from domino_lm.model.stack import build_stack
+from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.training.metrics import StepReport
+from domino_lm.training.trainer import Trainer
+from tests.golden.model_files import load_arrays, load_curves
+from tests.rank_pool import RankPool
+
+TOLERANCE = 5e-6
+MICRO_BATCH, BATCH, STEPS = 2, 8, 20
+LLAMA = {
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 176,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+KINDS: dict[str, dict[str, object]] = {"gpt": {}, "gpt_erf": {"bias_gelu_fusion": False}, "llama": LLAMA}
+SCHEDULES: dict[str, dict[str, object]] = {"baseline": {"schedule": "baseline"}, "two rows": {"schedule": "domino", "domino_row_slices": 2}}
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def settings(kind: str, schedule: str, tp: int) -> RunConfig:
+    """The run that `model/` records."""
+    return config_from_values(
+        {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "seq_length": 32,
+            "vocab_size": 128,
+            "make_vocab_size_divisible_by": 128 // tp,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "lr": 4e-3,
+            "min_lr": 4e-4,
+            "lr_warmup_iters": 5,
+            "adam_beta2": 0.95,
+            "weight_decay": 0.1,
+            "micro_batch_size": MICRO_BATCH,
+            "global_batch_size": BATCH,
+            "train_iters": STEPS,
+            "tensor_model_parallel_size": tp,
+            **KINDS[kind],
+            **SCHEDULES[schedule],
+        }
+    )
+
+
+class GoldenSamples:
+    """Deals the recorded samples as Megatron does: micro-batch m of replica r takes 8t + m (2 DP) + 2r and the next."""
+
+    def __init__(self, kind: str, mesh: ParallelMesh) -> None:
+        files = load_arrays(f"train_{'llama' if kind == 'llama' else 'gpt'}_tp1_dp1")
+        self.tokens, self.loss_mask = files["tokens"], files["loss_mask"].float()  # [160, s + 1], [160, s]
+        self.mesh = mesh
+        self.next = 0
+
+    def take(self, count: int) -> list[MicroBatch]:
+        stride = MICRO_BATCH * self.mesh.dp.size
+        starts = [self.next + i * stride + MICRO_BATCH * self.mesh.dp.rank for i in range(count)]
+        self.next += BATCH
+        return [self._micro_batch(slice(start, start + MICRO_BATCH)) for start in starts]
+
+    def _micro_batch(self, samples: slice) -> MicroBatch:
+        tokens = self.tokens[samples].t()  # [s + 1, b]
+        return MicroBatch(tokens[:-1].contiguous(), tokens[1:].contiguous(), self.loss_mask[samples].t().contiguous())
+
+
+def train(mesh: ParallelMesh, kind: str, schedule: str) -> list[StepReport]:
+    run = settings(kind, schedule, mesh.tp.size)
+    stack = build_stack(run.model, mesh.tp, seed=0)
+    start = load_arrays(f"{'llama' if kind == 'llama' else 'gpt'}_tp1")["state_dict"]
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.copy_(parameter.spec.shard(start[parameter.spec.name], mesh.tp.rank, mesh.tp.size))
+    trainer = Trainer(run, mesh, stack, data=None, console=lambda line: None)  # type: ignore[arg-type]
+    samples: Any = GoldenSamples(kind, mesh)
+    return [trainer.step(samples)[0] for _ in range(STEPS)]
+
+
+def curves_of(kind: str, tp: int, dp: int) -> dict[str, Any]:
+    """Megatron's own run of this layout; of one rank where it has none, from which its layouts differ by less than 1e-6."""
+    try:
+        return load_curves(f"train_{kind}_tp{tp}_dp{dp}")
+    except FileNotFoundError:
+        return load_curves(f"train_{kind}_tp1_dp1")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("tp", "dp"), LAYOUTS, ids=lambda size: str(size))
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_steps_are_megatrons(ranks: Callable[[int], RankPool], kind: str, tp: int, dp: int, schedule: str) -> None:
+    megatron = curves_of(kind, tp, dp)
+    for reports in ranks(tp * dp).run(train, kind, schedule, tp=tp):
+        assert [r.loss for r in reports] == pytest.approx(megatron["lm_loss"], abs=TOLERANCE, rel=0)
+        assert [r.grad_norm for r in reports] == pytest.approx(megatron["grad_norm"], abs=TOLERANCE, rel=0)
+        assert [r.learning_rate for r in reports] == pytest.approx(megatron["lr_logged"], abs=1e-15, rel=0)

@@ -1,0 +1,113 @@
+"""The command line: what it accepts, what it refuses, and that its surface does not change by accident."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from domino_lm.arguments import NO_DEFAULT, build_parser, config_from_values, field_docstrings, flat_values, parse_arguments, settings
+from domino_lm.config import ConfigError, ModelConfig, RunConfig
+from domino_lm.presets import PRESETS
+
+SURFACE = Path(__file__).parent / "cli_surface.txt"
+REQUIRED = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10"
+
+
+def parse(line: str) -> RunConfig:
+    return parse_arguments(line.split())
+
+
+def surface() -> str:
+    """One line a flag: spellings, choices, default."""
+    defaults = {item.name: "required" if item.default is NO_DEFAULT else repr(item.default) for item in settings()}
+    lines = []
+    for action in build_parser()._actions:
+        choices = f" {{{','.join(map(str, action.choices))}}}" if action.choices else ""
+        lines.append(f"{' '.join(action.option_strings)}{choices} = {defaults.get(action.dest, '-')}")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_flags_and_their_defaults_are_the_recorded_ones() -> None:
+    assert surface() == SURFACE.read_text(), f"the command line changed; if that is meant, record it: python {__file__}"
+
+
+def test_a_field_name_is_found_in_one_part_only() -> None:
+    names = [item.name for item in settings()]
+    assert len(names) == len(set(names))
+
+
+def test_every_field_has_a_help_text() -> None:
+    assert all(item.help.endswith((".", ")")) for item in settings())
+
+
+def test_help_is_the_docstring_below_the_field() -> None:
+    assert field_docstrings(ModelConfig)["num_layers"] == "Transformer layers."
+
+
+def test_a_flag_wins_over_its_preset() -> None:
+    assert parse(f"{REQUIRED} --num-layers 7").model.num_layers == 7
+    assert parse(REQUIRED).model.num_layers == PRESETS["debug-gpt"]["num_layers"]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_names_fields_that_exist(name: str) -> None:
+    config_from_values({"lr": 1e-3, "micro_batch_size": 1, "train_iters": 1, **PRESETS[name]})
+    assert set(PRESETS[name]) <= {item.name for item in settings()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--no-bias-gelu-fusion", "bias_gelu_fusion", False),
+        ("--untie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", True),
+        ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),
+        ("--no-load-optim", "no_load_optim", True),
+        ("--override-opt_param-scheduler", "override_opt_param_scheduler", True),
+        ("--group-query-attention --num-query-groups 2", "num_query_groups", 2),
+        ("--tensor-model-parallel-size=2", "tensor_model_parallel_size", 2),
+    ],
+)
+def test_megatrons_spelling_sets_the_field(flags: str, name: str, value: object) -> None:
+    assert flat_values(parse(f"{REQUIRED} {flags}"))[name] == value
+
+
+def test_all_missing_flags_stand_in_one_message() -> None:
+    with pytest.raises(ConfigError, match=r"--num-layers, .*--lr, --micro-batch-size, --train-iters: no value"):
+        parse("")
+
+
+def test_unknown_flags_stand_in_one_message_with_the_nearest_known_ones() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(f"{REQUIRED} --tensor-parallel-size 2 --hiden-size=4")
+    assert "--tensor-parallel-size is not a flag of this program (nearest: --tensor-model-parallel-size)" in str(raised.value)
+    assert "--hiden-size is not a flag of this program (nearest: --hidden-size)" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--lr fast", "--lr: invalid float value: 'fast'."),
+        ("--normalization BatchNorm", "invalid choice: 'BatchNorm'"),
+        ("--preset gpt9", "invalid choice: 'gpt9'"),
+        ("--lr", "--lr: expected one argument."),
+        ("stray", "stray: a value without a flag"),
+        ("--num-lay 3", "--num-lay is not a flag"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_flag(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(f"{REQUIRED} {line}")
+    assert message in str(raised.value)
+
+
+def test_flags_presets_and_checks_import_without_torch() -> None:
+    code = "import sys, domino_lm.arguments, domino_lm.presets, domino_lm.checks, domino_lm.training.lr_schedule; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+if __name__ == "__main__":
+    SURFACE.write_text(surface())

@@ -1,0 +1,76 @@
+"""Wrong combinations are refused before anything is built, with flags, values and the way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from domino_lm.arguments import parse_arguments
+from domino_lm.checks import check_run, global_batch_size
+from domino_lm.config import ConfigError, RunConfig
+
+BASE = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10 --data-path x --vocab-size 100"
+
+
+def run(flags: str = "") -> RunConfig:
+    return parse_arguments(f"{BASE} {flags}".split())
+
+
+def faults(flags: str, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as raised:
+        check_run(run(flags), world_size)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--preset debug-llama --tensor-model-parallel-size 2"])
+def test_sound_settings_pass(flags: str) -> None:
+    check_run(run(flags), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "names"),
+    [
+        ("--tensor-model-parallel-size 2", 3, ["--tensor-model-parallel-size 2", "3 ranks", "use 1 or 3", "a multiple of 2 ranks"]),
+        ("--tensor-model-parallel-size 3", 3, ["--tensor-model-parallel-size 3", "--num-attention-heads 4", "1, 2 or 4"]),
+        ("--preset debug-llama --tensor-model-parallel-size 4", 4, ["--num-query-groups 2", "1 or 2"]),
+        ("--group-query-attention --num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
+        ("--num-query-groups 2", 1, ["--num-query-groups", "--group-query-attention"]),
+        ("--hidden-size 130", 1, ["--hidden-size 130", "--num-attention-heads 4", "--kv-channels"]),
+        ("--tensor-model-parallel-size 2 --ffn-hidden-size 129", 2, ["MLP width 129", "--ffn-hidden-size", "multiple of 2"]),
+        ("--global-batch-size 10", 4, ["--global-batch-size 10", "--micro-batch-size 2", "data-parallel size 4 = 8", "8 or 16"]),
+        ("--domino-row-slices 3", 1, ["--domino-row-slices 3", "--micro-batch-size 2", "at most 2"]),
+        ("--domino-row-slices 2 --schedule baseline", 1, ["--domino-row-slices 2", "--schedule baseline"]),
+        ("--seq-length 256 --max-position-embeddings 128", 1, ["--seq-length 256", "--max-position-embeddings 128", "at least 256"]),
+        ("--position-embedding-type rope --kv-channels 3", 1, ["rope", "--kv-channels"]),
+        ("--min-lr 1", 1, ["--min-lr 1.0", "--lr 0.001"]),
+        ("--lr-warmup-iters 10", 1, ["--lr-warmup-iters 10", "10 iterations"]),
+        ("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-fraction", "--lr-warmup-iters 1"]),
+        ("--lr nan", 1, ["--lr nan"]),
+        ("--lr 0", 1, ["--lr 0.0 must be above 0"]),
+        ("--hidden-dropout 1", 1, ["--hidden-dropout 1.0", "below 1"]),
+        ("--micro-batch-size 0", 1, ["--micro-batch-size 0"]),
+        ("--tokenizer-type GPT2BPETokenizer", 1, ["GPT2BPETokenizer", "--vocab-file and --merge-file"]),
+        ("--eod-mask-loss", 1, ["--eod-mask-loss", "--tokenizer-type"]),
+        ("--save-interval 5", 1, ["--save-interval 5", "--save"]),
+        ("--exit-on-missing-checkpoint", 1, ["--exit-on-missing-checkpoint", "--load"]),
+    ],
+)
+def test_a_wrong_combination_names_flags_values_and_the_way_out(flags: str, world_size: int, names: list[str]) -> None:
+    message = faults(flags, world_size)
+    assert [name for name in names if name not in message] == [], message
+
+
+def test_the_data_and_the_vocabulary_must_be_named() -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_run(parse_arguments("--preset debug-gpt --lr 1 --micro-batch-size 1 --train-iters 1".split()), 1)
+    assert "--data-path" in str(raised.value)
+    assert "--tokenizer-type" in str(raised.value)
+
+
+def test_every_fault_is_listed_at_once() -> None:
+    message = faults("--tensor-model-parallel-size 3 --domino-row-slices 5 --save-interval 2", 3)
+    assert message.startswith("4 settings cannot work:")
+    assert all(flag in message for flag in ("--num-attention-heads 4", "MLP width 512", "--domino-row-slices 5", "--save-interval 2"))
+
+
+def test_the_batch_defaults_to_one_micro_batch_a_replica() -> None:
+    assert global_batch_size(run("--tensor-model-parallel-size 2"), 8) == 2 * 4

@@ -1,0 +1,86 @@
+"""The learning rate equals Megatron's, step by step, and survives a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from domino_lm.config import ConfigError, OptimizerConfig
+from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
+
+CURVES = json.loads((Path(__file__).parents[1] / "golden" / "model" / "train_gpt_tp1_dp1.json").read_text())
+MEGATRON = OptimizerConfig(lr=4e-3, min_lr=4e-4, lr_warmup_iters=5, lr_decay_iters=20)
+BATCH = 8
+
+
+def schedule(optimizer: OptimizerConfig = MEGATRON, train_iters: int = 20) -> LearningRateSchedule:
+    return LearningRateSchedule(LearningRateShape.from_config(optimizer, train_iters, BATCH))
+
+
+def rates(run: LearningRateSchedule, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        found.append(run.value())
+        run.advance(BATCH)
+    return found
+
+
+def test_every_step_takes_megatrons_rate() -> None:
+    assert rates(schedule(), 20) == pytest.approx(CURVES["lr_used"], rel=1e-14)
+
+
+def test_the_rate_after_each_step_is_the_one_megatron_logs() -> None:
+    assert rates(schedule(), 21)[1:] == pytest.approx(CURVES["lr_logged"], rel=1e-14)
+
+
+def test_the_first_step_of_a_warm_up_runs_at_the_initial_rate() -> None:
+    assert schedule().value() == 0.0
+    assert schedule(OptimizerConfig(lr=1e-3, lr_warmup_iters=5, lr_warmup_init=1e-5)).value() == 1e-5
+
+
+def test_without_a_warm_up_the_first_step_runs_at_the_peak() -> None:
+    assert schedule(OptimizerConfig(lr=1e-3)).value() == 1e-3
+
+
+def test_the_rate_stays_at_the_minimum_after_the_decay() -> None:
+    assert schedule().shape.at(20 * BATCH + 1) == schedule().shape.at(10**9) == 4e-4
+
+
+def test_the_decay_lasts_as_long_as_the_run_by_default() -> None:
+    run = schedule(OptimizerConfig(lr=1e-3, min_lr=1e-4), train_iters=7)
+    assert run.shape.at(7 * BATCH) == pytest.approx(1e-4)
+
+
+def test_a_warm_up_fraction_counts_parts_of_the_decay() -> None:
+    run = schedule(OptimizerConfig(lr=1.0, lr_warmup_fraction=0.25, lr_decay_iters=20))
+    assert run.shape.at(20 * BATCH // 4) == 1.0
+    assert run.shape.at(20 * BATCH // 8) == 0.5
+
+
+@pytest.mark.parametrize(("style", "halfway"), [("cosine", 0.5), ("linear", 0.5), ("constant", 1.0)])
+def test_each_style_has_its_rate_halfway(style: str, halfway: float) -> None:
+    run = schedule(OptimizerConfig(lr=1.0, lr_decay_style=style, lr_decay_iters=20))  # type: ignore[arg-type]
+    assert run.shape.at(10 * BATCH) == pytest.approx(halfway)
+
+
+def test_a_resumed_schedule_goes_on_where_it_stood() -> None:
+    whole, first, second = schedule(), schedule(), schedule()
+    expected = rates(whole, 20)
+    found = rates(first, 9)
+    assert second.load_state_dict(json.loads(json.dumps(first.state_dict())), override=False) == []
+    assert found + rates(second, 11) == expected
+
+
+def test_another_rate_on_resume_is_refused_with_both_values_and_the_way_out() -> None:
+    old = schedule(OptimizerConfig(lr=6e-4, lr_decay_style="constant"))
+    with pytest.raises(ConfigError, match=r"peak 0.0006 in the checkpoint, 6e-05 now.*--override-opt-param-scheduler"):
+        schedule(OptimizerConfig(lr=6e-5)).load_state_dict(old.state_dict(), override=False)
+
+
+def test_an_overridden_schedule_takes_the_new_rate_from_the_first_resumed_step_on() -> None:
+    old, new = schedule(OptimizerConfig(lr=6e-4, lr_decay_style="constant")), schedule(OptimizerConfig(lr=6e-5))
+    rates(old, 10)
+    assert len(new.load_state_dict(old.state_dict(), override=True)) == 2
+    assert new.value() == new.shape.at(10 * BATCH) < 6e-5
