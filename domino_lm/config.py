@@ -138,7 +138,31 @@ class ScheduleConfig:
     """domino interleaves slices so that collectives travel behind compute; baseline is Megatron's order; None takes domino, or baseline where --tensor-model-parallel-size is 1."""
 
     domino_row_slices: int | None = None
-    """Pieces each micro-batch is cut into along its sequences; None takes min(2, micro-batch size)."""
+    """Rows that each micro-batch is cut into; None takes min(2, micro-batch size), or 4 along the sequence; 1 cuts nothing."""
+
+    domino_row_dim: Literal["batch", "sequence"] | None = None
+    """batch: a row is some of the sequences; sequence: a row is a stretch of every sequence, which works at micro-batch size 1; None takes batch, or sequence where the micro-batch holds one."""
+
+    domino_column_slices: int = 1
+    """Column blocks that the GEMM before each all-reduce is cut into, each reduced while the next is computed; must divide the hidden size."""
+
+    domino_pair: Literal["micro-batches", "row-groups"] | None = None
+    """Interleave forward of one piece with backward of another: micro-batches (costs the activations of one more), or two groups of rows of the same micro-batch."""
+
+    domino_defer_wgrad: bool = False
+    """Hold weight gradients back to fill waits. Costs the saved inputs of the held GEMMs."""
+
+    sequence_parallel: bool = False
+    """Cut norms, residuals and dropout over tensor-parallel ranks along the sequence: reduce-scatter and all-gather in place of all-reduce, and less memory for activations."""
+
+    recompute_granularity: Literal["selective", "full"] | None = None
+    """Compute activations again in backward instead of keeping them: selective drops what attention keeps, full drops all but the residual stream."""
+
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Layers that full recomputes: uniform takes all, block the first --recompute-num-layers."""
+
+    recompute_num_layers: int | None = None
+    """Layers recomputed under --recompute-method block; uniform accepts it without effect, since no reduced output is ever recomputed."""
 
     domino_wgrad_rows: Literal["together", "each"] | None = None
     """together: one weight gradient for all rows of a part (fewer passes over gradient memory); each: one a row, right after its collective left; None takes each on CPUs, together on GPUs."""
@@ -157,7 +181,15 @@ class ScheduleConfig:
         """Pieces that each micro-batch is cut into."""
         if self.domino_row_slices is not None:
             return self.domino_row_slices
-        return min(2, micro_batch_size) if self.resolved(tensor_parallel) == "domino" else 1
+        if self.resolved(tensor_parallel) == "baseline" or (self.domino_row_dim is None and self.domino_column_slices > 1):
+            return 1
+        if self.row_dim(micro_batch_size) == "sequence":
+            return 4
+        return min(4 if self.domino_pair == "row-groups" else 2, micro_batch_size)
+
+    def row_dim(self, micro_batch_size: int) -> Literal["batch", "sequence"]:
+        """What rows are cut along."""
+        return self.domino_row_dim or ("sequence" if micro_batch_size == 1 else "batch")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 
 from tests.rank_pool import RankPool
+
+settings.register_profile("project", deadline=None, max_examples=50)  # the machine may be busy, and a plan is no small thing to draw
+settings.load_profile("project")
 
 
 @pytest.fixture(scope="session")

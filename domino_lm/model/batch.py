@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class MicroBatch:
             tokens=transposed("tokens"),
             labels=transposed("labels"),
             loss_mask=transposed("loss_mask"),
-            position_ids=transposed("position_ids") if mask is not None or "position_ids" in samples else None,
+            position_ids=transposed("position_ids") if "position_ids" in samples else None,
             attention_mask=torch.as_tensor(mask).to(device) if mask is not None else None,
             sample_offset=sample_offset,
         )
@@ -46,46 +46,134 @@ class MicroBatch:
         """Samples b."""
         return self.tokens.shape[1]
 
-    def rows(self, sizes: Sequence[int], loss_weight: Tensor | None = None, dropout: DropoutKey | None = None) -> list[Row]:
-        """Cut along the samples; every row's tensors are contiguous. ``loss_weight`` [] scales each token's loss for backward."""
-        weight = self.loss_mask if loss_weight is None else self.loss_mask * loss_weight  # [s, b]
-        columns = [t.split(list(sizes), 1) for t in (self.tokens, self.labels, self.loss_mask, weight)]
-        rows, start = [], 0
-        for row, size in enumerate(sizes):
-            tokens, labels, mask, weights = (column[row].contiguous() for column in columns)  # [s, size]
-            rows.append(
-                Row(
-                    tokens=tokens,
-                    labels=labels,
-                    loss_mask=mask,
-                    loss_weight=weights,
-                    position_ids=None if self.position_ids is None else self.position_ids[:, start : start + size].contiguous(),
-                    attention_mask=None if self.attention_mask is None else self.attention_mask[start : start + size],
-                    dropout=None if dropout is None else dropout.rows(start, size),
-                )
-            )
-            start += size
-        return rows
+    def whole(self, loss_weight: Tensor | None = None, dropout: DropoutKey | None = None) -> Row:
+        """The micro-batch as a single row. ``loss_weight`` [] scales each token's loss for backward."""
+        return Row(
+            tokens=self.tokens,
+            labels=self.labels,
+            loss_mask=self.loss_mask,
+            loss_weight=self.loss_mask if loss_weight is None else self.loss_mask * loss_weight,
+            position_ids=self.position_ids,
+            attention_mask=self.attention_mask,
+            dropout=dropout,
+        )
 
 
 @dataclass(frozen=True)
 class Row:
-    """The slice of a micro-batch that one row of the schedule works on; b are its samples alone."""
+    """The slice of a micro-batch that one row of the schedule works on; s are its tokens, b its samples."""
 
     tokens: Tensor  # [s, b]
     labels: Tensor  # [s, b]
     loss_mask: Tensor  # [s, b]
     loss_weight: Tensor  # [s, b], derivative of the objective by each token's loss
-    position_ids: Tensor | None
-    attention_mask: Tensor | None
+    position_ids: Tensor | None  # [s, b]
+    attention_mask: Tensor | None  # [b, 1, s, keys up to the row's last token]
     dropout: DropoutKey | None  # None in evaluation: nothing is dropped
+    start: int = 0  # place of the first token in the sequence
+
+    @property
+    def length(self) -> int:
+        """Tokens s of each sample."""
+        return self.tokens.shape[0]
+
+    def samples(self, start: int, size: int) -> Row:
+        """``size`` samples from ``start``, contiguous."""
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[:, start : start + size].contiguous()
+
+        return replace(
+            self._each(part),
+            attention_mask=None if self.attention_mask is None else self.attention_mask[start : start + size],
+            dropout=None if self.dropout is None else self.dropout.of_samples(start, size),
+        )
+
+    def token_range(self, start: int, size: int) -> Row:
+        """``size`` tokens of every sample from ``start``, contiguous; their queries see all earlier keys."""
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[start : start + size]
+
+        end = self.start + start + size
+        return replace(
+            self._each(part),
+            attention_mask=None if self.attention_mask is None else self.attention_mask[:, :, start : start + size, :end],
+            dropout=None if self.dropout is None else self.dropout.of_tokens(start, size),
+            start=self.start + start,
+        )
+
+    def cut(self, sizes: Sequence[int], along_sequence: bool = False) -> list[Row]:
+        """Rows of ``sizes`` samples, or tokens, one after the other."""
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        piece = self.token_range if along_sequence else self.samples
+        return [piece(start, size) for start, size in zip(starts, sizes, strict=True)]
+
+    def shard(self, rank: int, size: int) -> Row:
+        """The share of the tokens that ``rank`` of ``size`` holds under sequence parallelism."""
+        tokens = self.length // size
+        return self.token_range(rank * tokens, tokens)
+
+    def _each(self, part: Any) -> Row:
+        """The same cut of everything that is [s, b]."""
+        return replace(
+            self,
+            tokens=part(self.tokens),
+            labels=part(self.labels),
+            loss_mask=part(self.loss_mask),
+            loss_weight=part(self.loss_weight),
+            position_ids=None if self.position_ids is None else part(self.position_ids),
+        )
 
 
 class RowContext:
-    """One part's view of one row: the row, and what the part keeps from forward for backward."""
+    """One part's view of one row: the row, what the part keeps from forward for backward, and what rows share.
 
-    __slots__ = ("row", "saved")
+    Rows cut along the sequence depend on earlier ones where a core calls `extend`. Each such tensor goes back twice:
+    through its own row's graph, and through the leaves that later rows borrowed, whose gradients wait here.
+    """
 
-    def __init__(self, row: Row) -> None:
+    __slots__ = ("_borrowed", "_shared_grads", "earlier", "row", "saved", "shared", "shares", "x")
+
+    def __init__(self, row: Row, earlier: Sequence[RowContext] = (), shares: bool = False) -> None:
         self.row = row
+        self.earlier = earlier
+        self.shares = shares  # whether later rows will borrow
+        self.x: Tensor | None = None  # input of the first GEMM
         self.saved: Any = None
+        self.shared: list[Tensor] = []
+        self._borrowed: list[tuple[RowContext, int, Tensor]] = []
+        self._shared_grads: dict[int, Tensor] = {}
+
+    def extend(self, tensor: Tensor) -> list[Tensor]:
+        """``tensor`` of this row behind the same one of all earlier rows, a list in the order of the rows."""
+        if not self.shares:
+            return [tensor]
+        index = len(self.shared)
+        self.shared.append(tensor)
+        leaves = [ctx.shared[index].detach().requires_grad_() for ctx in self.earlier]
+        self._borrowed += [(ctx, index, leaf) for ctx, leaf in zip(self.earlier, leaves, strict=True)]
+        return [*leaves, tensor]
+
+    def restart(self) -> None:
+        """Before the core runs again: what it shares and borrows is registered anew; gradients that arrived stay."""
+        self.shared, self._borrowed = [], []
+
+    def forget_graph(self) -> None:
+        """Keep shared tensors for later rows without the graph behind them."""
+        self.shared = [tensor.detach() for tensor in self.shared]
+        self._borrowed = []
+
+    def backward(self, out: Tensor, d_out: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of ``inputs`` by ``out`` and by what later rows made of shared tensors; passes theirs on to earlier rows."""
+        outputs = [out, *(self.shared[index] for index in self._shared_grads)]
+        leaves = [leaf for _, _, leaf in self._borrowed]
+        grads = torch.autograd.grad(outputs, [*inputs, *leaves], [d_out, *self._shared_grads.values()])
+        for (owner, index, _), grad in zip(self._borrowed, grads[len(inputs) :], strict=True):
+            owner._receive(index, grad)
+        self.shared, self._borrowed, self._shared_grads, self.earlier = [], [], {}, ()
+        return list(grads[: len(inputs)])
+
+    def _receive(self, index: int, grad: Tensor) -> None:
+        held = self._shared_grads.get(index)
+        self._shared_grads[index] = grad if held is None else held + grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,10 +29,10 @@ class Embedding(Part):
         ctx.saved = local_rows(ctx.row.tokens, self.weight, self.tp)
         return ctx.saved
 
-    def tail(self, mid: tuple[Tensor, Tensor], columns: slice = ALL_COLUMNS) -> Tensor:
-        """Partial sum [s, b, columns] of the embedded tokens."""
+    def tail(self, mid: tuple[Tensor, Tensor], columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
+        """Partial sum [s, b, columns] of the embedded tokens, in ``out`` where one is given."""
         ids, ours = mid
-        return F.embedding(ids, self.weight[:, columns]) * ours
+        return torch.mul(F.embedding(ids, self.weight[:, columns]), ours, out=out)
 
     def body_grad(self, dy: Tensor, ctx: RowContext) -> Tensor:
         """The gradient [s, b, h] with other ranks' tokens zeroed."""

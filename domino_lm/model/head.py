@@ -9,9 +9,9 @@ from torch import Tensor
 
 from domino_lm.model.batch import Row, RowContext
 from domino_lm.model.embedding import local_rows
-from domino_lm.model.linear import accumulate_wgrad, dgrad, gemm
+from domino_lm.model.linear import accumulate_wgrad, gemm, product
 from domino_lm.model.parameter import Parameter
-from domino_lm.model.part import ALL_COLUMNS, Part
+from domino_lm.model.part import ALL_COLUMNS, Part, input_of
 from domino_lm.parallel.collectives import Communicator, CopyToShards, ReduceFromShards
 
 
@@ -38,7 +38,7 @@ class Head(Part):
         target = logits.gather(-1, ids.unsqueeze(-1)).masked_fill_(~ours, 0)  # [s, b, 1]
         maximum = finite_maximum(logits)  # [s, b, 1]
         exponentials = logits.sub_(maximum).exp_()
-        ctx.saved = (x, exponentials, maximum, ids, ours)
+        ctx.x, ctx.saved = x, (exponentials, maximum, ids, ours)
         return torch.cat((maximum, exponentials.sum(-1, keepdim=True), target), -1).permute(2, 0, 1).contiguous()
 
     def loss(self, gathered: Tensor, ctx: RowContext) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class Head(Part):
 
         The gradient is (softmax - one-hot) times each token's ``loss_weight``; it overwrites the kept exponentials.
         """
-        x, exponentials, local_maximum, ids, ours = ctx.saved
+        exponentials, local_maximum, ids, ours = ctx.saved
         maxima, sums, targets = gathered.unbind(1)  # 3 x [t, s, b]
         maximum = maxima.amax(0)  # [s, b]
         total = (sums * (maxima - maximum).exp()).sum(0)
@@ -54,17 +54,17 @@ class Head(Part):
         weight = ctx.row.loss_weight.to(total.dtype).unsqueeze(-1)  # [s, b, 1]
         scale = (local_maximum - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1) * weight
         d_logits = exponentials.mul_(scale).scatter_add_(-1, ids.unsqueeze(-1), -weight * ours)
-        ctx.saved = (x,)
-        return d_logits.to(x.dtype), (losses * ctx.row.loss_mask).sum()
+        ctx.saved = None
+        return d_logits.to(self.weight.dtype), (losses * ctx.row.loss_mask).sum()
 
-    def tail_grad(self, d_logits: Tensor, columns: slice = ALL_COLUMNS) -> Tensor:
-        """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns]."""
-        return dgrad(d_logits, self.weight[:, columns])
+    def tail_grad(self, d_logits: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
+        """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
+        return product(d_logits, self.weight[:, columns], out)
 
     def wgrad(self, contexts: Sequence[RowContext], d_logits: Sequence[Tensor]) -> None:
         """Accumulate the output weight's gradient; row by row, since joined logits would cost more memory than a pass."""
         for ctx, row_grad in zip(contexts, d_logits, strict=True):
-            accumulate_wgrad(self.weight, row_grad, ctx.saved[0])
+            accumulate_wgrad(self.weight, row_grad, input_of(ctx))
 
     def forward(self, x: Tensor, row: Row) -> Tensor:
         """Loss of every token [s, b] through autograd."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,6 +17,14 @@ def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def dgrad(dy: Tensor, weight: Tensor) -> Tensor:
     """Gradient of a linear layer's input: ``dy`` [s, b, o] times ``weight`` [o, i]: [s, b, i]."""
     return dy @ weight
+
+
+def product(x: Tensor, matrix: Tensor, out: Tensor | None) -> Tensor:
+    """``x`` [s, b, i] times ``matrix`` [i, o], into the contiguous ``out`` [s, b, o] where one is given."""
+    if out is None:
+        return x @ matrix
+    torch.mm(x.flatten(0, 1), matrix, out=out.view(-1, out.shape[-1]))
+    return out
 
 
 def accumulate_wgrad(parameter: Parameter, dy: Tensor, x: Tensor) -> None:

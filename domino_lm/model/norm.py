@@ -65,19 +65,49 @@ class NormPart(Part):
             branch = branch * keep * (1 / (1 - self.dropout))
         return branch if residual is None else residual + branch
 
+    def join_columns(self, columns: Tensor, residual: Tensor | None, row: Row, keep: Tensor | None) -> Tensor:
+        """The same for a branch in column blocks, a view [s, b, c, h/c] of [c, s, b, h/c].
+
+        Adding to the contiguous residual reads the view where it lies, so that assembling the blocks costs no pass.
+        """
+        if residual is None or keep is not None:
+            return self.join(columns.flatten(2), residual, row, keep)
+        hidden = (residual.unflatten(-1, columns.shape[-2:]) + columns).flatten(2)  # [s, b, h]
+        return hidden if self.branch_bias is None else hidden.add_(self.branch_bias)
+
     def forward(self, branch: Tensor, residual: Tensor | None, row: Row) -> tuple[Tensor, Tensor]:
         """Normalised and plain residual stream, through autograd."""
         hidden = self.join(branch, residual, row, self.keep(row))
         return self.norm(hidden), hidden
 
     def local(self, branch: Tensor, residual: Tensor | None, ctx: RowContext) -> tuple[Tensor, Tensor]:
-        """The same under the plan: only the norm is recorded, for `local_grad`."""
+        """The same under the plan, of a branch [s, b, h] or [s, b, c, h/c]: only the norm is recorded, for `local_grad`."""
         keep = self.keep(ctx.row)
-        hidden = self.join(branch, residual, ctx.row, keep).requires_grad_()
+        join = self.join_columns if branch.dim() == 4 else self.join
+        hidden = join(branch, residual, ctx.row, keep).requires_grad_()
         with torch.enable_grad():
             normed = self.norm(hidden)
         ctx.saved = (hidden, normed, keep)
         return normed.detach(), hidden.detach()
+
+    def forget(self, ctx: RowContext) -> None:
+        """Drop the normalised stream, for `rebuild`."""
+        hidden, _, keep = ctx.saved
+        ctx.saved = (hidden.detach(), None, keep)
+
+    def rebuild(self, ctx: RowContext) -> Tensor:
+        """Normalise the kept residual stream again: [s, b, h]."""
+        hidden, _, keep = ctx.saved
+        hidden.requires_grad_()
+        with torch.enable_grad():
+            normed = self.norm(hidden)
+        ctx.saved = (hidden, normed, keep)
+        return normed.detach()
+
+    def normed(self, ctx: RowContext) -> Tensor:
+        """The normalised stream [s, b, h] that `local` or `rebuild` left."""
+        tensor: Tensor = ctx.saved[1]
+        return tensor.detach()
 
     def local_grad(self, d_normed: Tensor, d_residual: Tensor | None, ctx: RowContext) -> tuple[Tensor, Tensor]:
         """Gradients [s, b, h] of branch and residual; accumulates those of all weights."""
@@ -98,13 +128,13 @@ class NormPart(Part):
     def _positions_of(self, row: Row) -> Tensor:
         assert self.positions is not None
         if row.position_ids is None:
-            return self.positions[: row.tokens.shape[0], None]  # [s, 1, h]
+            return self.positions[row.start : row.start + row.length, None]  # [s, 1, h]
         return F.embedding(row.position_ids, self.positions)  # [s, b, h]
 
     @staticmethod
     def _accumulate_positions(positions: Parameter, d_branch: Tensor, row: Row) -> None:
         grad: Any = positions.main_grad
         if row.position_ids is None:
-            grad[: d_branch.shape[0]].add_(d_branch.sum(1))
+            grad[row.start : row.start + row.length].add_(d_branch.sum(1))
         else:
             grad.index_add_(0, row.position_ids.flatten(), d_branch.flatten(0, 1).to(grad.dtype))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from domino_lm.model.batch import Row, RowContext
-from domino_lm.model.linear import accumulate_bias_grad, accumulate_wgrad, dgrad, gemm
+from domino_lm.model.linear import accumulate_bias_grad, accumulate_wgrad, dgrad, gemm, product
 from domino_lm.model.parameter import Parameter
 from domino_lm.parallel.collectives import Communicator, CopyToShards, ReduceFromShards
 
@@ -22,6 +22,7 @@ class Part:
     sharded: bool
     forward_collective: str | None = None
     backward_collective: str | None = None
+    couples_tokens: bool = False
 
     def parameters(self) -> Iterator[Parameter]:
         """The part's weights, in the order in which they were given to it."""
@@ -52,33 +53,64 @@ class ShardedPart(Part, ABC):
 
     def body(self, x: Tensor, ctx: RowContext) -> Tensor:
         """First GEMM and core of ``x`` [s, b, h]: [s, b, m/t]. Keeps what backward needs."""
-        h = gemm(x, self.w_in, self.b_in).requires_grad_()  # [s, b, n/t]
+        ctx.x = x
+        return self._record(gemm(x, self.w_in, self.b_in), ctx)
+
+    def _record(self, h: Tensor, ctx: RowContext) -> Tensor:
+        """Run the core on ``h`` [s, b, n/t] as a leaf, keep its graph, and return its output [s, b, m/t] without one."""
+        h.requires_grad_()
         with torch.enable_grad():
-            out = self.core(h, ctx)  # [s, b, m/t]
-        ctx.saved = (x, h, out)
+            out = self.core(h, ctx)
+        ctx.saved = (h, out)
         return out.detach()
 
-    def tail(self, mid: Tensor, columns: slice = ALL_COLUMNS) -> Tensor:
-        """Second GEMM for the output ``columns``: this rank's partial sum [s, b, columns]."""
-        return gemm(mid, self.w_out[columns])
+    def forget(self, ctx: RowContext, keep_gemm: bool) -> None:
+        """Drop what the core keeps, and without ``keep_gemm`` the part's input and first GEMM too, for `rebuild`."""
+        h, _ = ctx.saved
+        ctx.saved = h.detach() if keep_gemm else None
+        ctx.x = ctx.x if keep_gemm else None
+        ctx.forget_graph()
+
+    def rebuild(self, ctx: RowContext, x: Tensor | None) -> None:
+        """Compute again what `forget` dropped; ``x`` [s, b, h] is the part's input where that was dropped too."""
+        ctx.restart()
+        if x is None:
+            self._record(ctx.saved, ctx)
+        else:
+            self.body(x, ctx)
+
+    def tail(self, mid: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
+        """Second GEMM for the output ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
+        return product(mid, self.w_out[columns].t(), out)
 
     def body_grad(self, dy: Tensor, ctx: RowContext) -> Tensor:
-        """From the gradient [s, b, h] of the reduced output to that of the first GEMM's output [s, b, n/t]."""
-        x, h, out = ctx.saved
-        (dh,) = torch.autograd.grad(out, h, dgrad(dy, self.w_out))
-        ctx.saved = (x, out.detach(), dy)
+        """From the gradient [s, b, h] of the reduced output to that of the first GEMM's output [s, b, n/t].
+
+        Gradients of the core's own weights are accumulated here, since autograd finds them on the way.
+        """
+        h, out = ctx.saved
+        own = self.core_parameters()
+        dh, *d_own = ctx.backward(out, dgrad(dy, self.w_out), [h, *own])
+        for parameter, grad in zip(own, d_own, strict=True):
+            parameter.main_grad.add_(grad)
+        ctx.saved = (out.detach(), dy)
         return dh
 
-    def tail_grad(self, dh: Tensor, columns: slice = ALL_COLUMNS) -> Tensor:
-        """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns]."""
-        return dgrad(dh, self.w_in[:, columns])
+    def core_parameters(self) -> list[Parameter]:
+        """Weights that the core uses beside the two GEMMs, replicated over tensor-parallel ranks."""
+        gemms = {id(weight) for weight in (self.w_in, self.b_in, self.w_out)}
+        return [parameter for parameter in self.parameters() if id(parameter) not in gemms]
+
+    def tail_grad(self, dh: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
+        """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
+        return product(dh, self.w_in[:, columns], out)
 
     def wgrad(self, contexts: Sequence[RowContext], dh: Sequence[Tensor]) -> None:
         """Accumulate both weights' gradients and the first bias's, of all given rows in one GEMM each."""
-        x, mid, dy = (_join_rows(tensors) for tensors in zip(*(ctx.saved for ctx in contexts), strict=True))
+        mid, dy = (_join_rows(tensors) for tensors in zip(*(ctx.saved for ctx in contexts), strict=True))
         dh_rows = _join_rows(dh)
         accumulate_wgrad(self.w_out, dy, mid)
-        accumulate_wgrad(self.w_in, dh_rows, x)
+        accumulate_wgrad(self.w_in, dh_rows, _join_rows([input_of(ctx) for ctx in contexts]))
         if self.b_in is not None:
             accumulate_bias_grad(self.b_in, dh_rows)
 
@@ -88,6 +120,12 @@ class ShardedPart(Part, ABC):
         return ReduceFromShards.apply(gemm(self.core(h, RowContext(row)), self.w_out), self.tp)
 
 
+def input_of(ctx: RowContext) -> Tensor:
+    """The first GEMM's input, which some plans drop and gather or compute again before a weight gradient."""
+    assert ctx.x is not None, "the plan brings a part's input back before its weight gradient"
+    return ctx.x
+
+
 def _join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Rows side by side along the samples: [s, b1, n], [s, b2, n], ... to [s, b, n]; a single row is not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 1)
+    """All rows' tokens one after the other, [tokens, 1, n]; a single row is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.flatten(0, 1) for tensor in tensors]).unsqueeze(1)

@@ -41,7 +41,7 @@ class Stack:
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Loss of every token [s, b] through plain autograd, nothing dropped: evaluation, and what plans are judged by."""
-        return self.forward_row(batch.rows((batch.size,))[0])
+        return self.forward_row(batch.whole())
 
     def forward_row(self, row: Row) -> Tensor:
         """Loss of every token [s, b] of a row, with dropout where the row has a key for it."""
@@ -107,6 +107,7 @@ class _Builder:
             groups=groups,
             head_width=width,
             rotation=self.rotation,
+            seq_length=model.seq_length,
             dropout=model.attention_dropout,
             site=f"layer {layer} attention",
         )

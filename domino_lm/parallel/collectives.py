@@ -13,11 +13,12 @@ from torch import Tensor
 class Pending:
     """A collective in flight. Owns its buffer until `wait`, which may be called once."""
 
-    __slots__ = ("_buffer", "_work")
+    __slots__ = ("_buffer", "_finish", "_work")
 
-    def __init__(self, buffer: Tensor, work: dist.Work | None) -> None:
+    def __init__(self, buffer: Tensor, work: dist.Work | None, finish: Callable[[Tensor], Tensor] | None = None) -> None:
         self._buffer: Tensor | None = buffer
         self._work = work
+        self._finish = finish
 
     def wait(self) -> Tensor:
         """Order the current stream (gloo: the host) after the collective and hand the buffer over."""
@@ -25,7 +26,11 @@ class Pending:
         if self._work is not None:
             self._work.wait()
         buffer, self._buffer, self._work = self._buffer, None, None
-        return buffer
+        return buffer if self._finish is None else self._finish(buffer)
+
+    def then(self, finish: Callable[[Tensor], Tensor]) -> None:
+        """Have the wait hand over ``finish`` of the buffer, which must cost nothing or belong to the collective."""
+        self._finish = finish
 
     def on_completion(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` from the backend's thread when the transfer has ended, or now where there is none."""
@@ -76,6 +81,29 @@ class Communicator:
         gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor  # renamed in 2.13
         work = gather(gathered, tensor.view(-1), group=self.group, async_op=True)
         return Pending(gathered.view(self.size, *tensor.shape), work)
+
+    def all_gather_tokens_start(self, tensor: Tensor) -> Pending:
+        """Begin to gather every rank's share [s / size, ...] of the tokens into [s, ...]."""
+        pending = self.all_gather_start(tensor)
+        pending.then(lambda gathered: gathered.flatten(0, 1))
+        return pending
+
+    def reduce_scatter_start(self, tensor: Tensor) -> Pending:
+        """Begin to sum ``tensor`` [n, ...] over the group; rank r receives its r-th share [n / size, ...] of the sum.
+
+        gloo's own reduce-scatter moves the bytes of an all-reduce, so there the shares are exchanged and summed at the wait.
+        """
+        if self.size == 1:
+            return Pending(tensor, None)
+        assert tensor.is_contiguous(), f"a collective needs a contiguous buffer, not strides {tensor.stride()}"
+        shares = tensor.view(self.size, tensor.shape[0] // self.size, *tensor.shape[1:])
+        if dist.get_backend(self.group) == "gloo":
+            received = torch.empty_like(shares)
+            work = dist.all_to_all_single(received, shares, group=self.group, async_op=True)
+            return Pending(received, work, lambda pieces: pieces.sum(0))
+        scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor  # renamed in 2.13
+        share = torch.empty_like(shares[0])
+        return Pending(share, scatter(share, tensor, group=self.group, async_op=True))
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The value that rank ``source`` of the group holds."""

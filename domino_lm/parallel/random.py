@@ -51,9 +51,13 @@ class DropoutKey:
         self.samples = samples  # [b] int64, numbered over the global batch
         self.tokens = tokens  # [s] int64
 
-    def rows(self, start: int, size: int) -> DropoutKey:
+    def of_samples(self, start: int, size: int) -> DropoutKey:
         """The key of ``size`` samples from ``start``."""
         return DropoutKey(self.seed, self.step, self.samples[start : start + size], self.tokens)
+
+    def of_tokens(self, start: int, size: int) -> DropoutKey:
+        """The key of ``size`` tokens of every sample from ``start``."""
+        return DropoutKey(self.seed, self.step, self.samples, self.tokens[start : start + size])
 
     def keep(self, site: str, columns: Tensor, probability: float) -> Tensor:
         """Which elements of a tensor [s, b, n] stay, each dropped with ``probability``.

@@ -18,7 +18,8 @@ from domino_lm.parallel.grads import GradientBuckets
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import DropoutKey
 from domino_lm.schedule.ops import COMPUTE, Kind, Op, Value, dataflow
-from domino_lm.schedule.plan import Plan, without_reduction
+from domino_lm.schedule.passes import step_templates
+from domino_lm.schedule.plan import Plan
 from domino_lm.schedule.timeline import Span
 from domino_lm.schedule.validate import validate
 
@@ -64,7 +65,6 @@ class Recorder:
 class Executor:
     """Runs whole steps of one validated plan; every rank must hold the same plan.
 
-    The plan covers one micro-batch and the step's end. Micro-batches before the last run it without the end.
     ``on_step`` is the STEP op: it finds reduced gradients in ``main_grad``. The objective is the mean of micro-batch
     means, or with ``per_token_loss`` the mean over all tokens of the global batch. Raises PlanError on an unsound plan.
     """
@@ -90,11 +90,12 @@ class Executor:
         self._seed = seed
         self._step = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._columns = _column_slices(stack.embedding.weight.shape[1], plan.slicing.cols)
-        self._rows: list[Row] = []
+        self._rows: dict[int, list[Row]] = {}
+        self._shards: dict[int, list[Row]] = {}
         self._row_losses: list[Tensor] = []
         self._recorder: Recorder | None = None
-        self._last = self._bind_all(plan)
-        self._template = self._bind_all(without_reduction(plan))
+        self._slots: dict[Value, int] = {}
+        self._steps: dict[int, list[list[BoundOp]]] = {}
 
     @torch.no_grad()
     def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: Recorder | None = None) -> StepLoss:
@@ -108,10 +109,21 @@ class Executor:
         self._row_losses = []
         tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches])  # [micro-batches]
         weights = self._loss_weights(tokens)
-        for index, batch in enumerate(micro_batches):
-            self._rows = batch.rows(self.plan.slicing.row_sizes, weights[index], self._dropout_key(batch))
-            self._run(self._last if index == len(micro_batches) - 1 else self._template)
+        templates = self._bound_templates(len(micro_batches))
+        values: list[Any] = [None] * len(self._slots)
+        for index, template in enumerate(templates):
+            if index < len(micro_batches):
+                self._cut(micro_batches[index], index % 2 if self.plan.paired else 0, weights[index])
+            self._run(template, values)
         return StepLoss(torch.stack(self._row_losses).sum(), tokens.sum())
+
+    def _cut(self, batch: MicroBatch, micro: int, weight: Tensor) -> None:
+        """Rows of a micro-batch, and under sequence parallelism this rank's share of each."""
+        slicing = self.plan.slicing
+        rows = batch.whole(weight, self._dropout_key(batch)).cut(slicing.row_sizes, slicing.sequence_rows)
+        self._rows[micro] = rows
+        tp = self.mesh.tp
+        self._shards[micro] = [row.shard(tp.rank, tp.size) for row in rows] if slicing.sequence_parallel else rows
 
     def _loss_weights(self, tokens: Tensor) -> Tensor:
         """Derivative of the objective by a token's loss, for each micro-batch, from its ``tokens`` that count.
@@ -128,9 +140,8 @@ class Executor:
         samples = torch.arange(batch.sample_offset, batch.sample_offset + size, device=self.mesh.device)
         return DropoutKey(self._seed, self._step, samples, torch.arange(length, device=self.mesh.device))
 
-    def _run(self, bound: Sequence[BoundOp]) -> None:
-        """One pass over the plan; a failing op is named with its neighbours."""
-        values: list[Any] = [None] * self._slots
+    def _run(self, bound: Sequence[BoundOp], values: list[Any]) -> None:
+        """One pass over a template; a failing op is named with its neighbours."""
         observe = self._recorder.watch if self._recorder is not None else _profiler_range
         position = 0
         try:
@@ -149,53 +160,57 @@ class Executor:
             )
             raise
 
-    def _bind_all(self, plan: Plan) -> list[BoundOp]:
-        """Give every value a slot and every op its callable; a slot is emptied by the last op that reads it."""
-        flows = [dataflow(op, plan.slicing) for op in plan.ops]
-        slots: dict[Value, int] = {}
-        last_use: dict[Value, int] = {}
-        for position, (reads, writes) in enumerate(flows):
-            for value in (*reads, *writes):
-                slots.setdefault(value, len(slots))
-                last_use[value] = position
-        self._slots = max(len(slots), getattr(self, "_slots", 0))
-        return [
-            BoundOp(
-                op,
-                self._bind(op),
-                tuple(slots[value] for value in reads),
-                tuple(slots[value] for value in writes),
-                tuple(slots[value] for value in {*reads, *writes} if last_use[value] == position),
-            )
-            for position, (op, (reads, writes)) in enumerate(zip(plan.ops, flows, strict=True))
-        ]
+    def _bound_templates(self, micro_batches: int) -> list[list[BoundOp]]:
+        """The step's templates, each distinct one bound once and kept for steps to come."""
+        if micro_batches not in self._steps:
+            templates = step_templates(self.plan, micro_batches)
+            bound: dict[tuple[Op, ...], list[BoundOp]] = {}
+            for index, template in enumerate(templates):
+                if template not in bound:
+                    following = templates[index + 1] if self.plan.paired and index + 1 < len(templates) else ()
+                    bound[template] = self._bind_template(template, following)
+            self._steps[micro_batches] = [bound[template] for template in templates]
+        return self._steps[micro_batches]
+
+    def _bind_template(self, template: tuple[Op, ...], following: tuple[Op, ...]) -> list[BoundOp]:
+        """Give every value a slot and every op its callable. The op that reads a value last empties its slot, unless the
+        ``following`` template reads it too."""
+        flows = [dataflow(op, self.plan.slicing) for op in template]
+        last_use = {value: position for position, flow in enumerate(flows) for values in flow for value in values}
+        for value in last_use:
+            self._slots.setdefault(value, len(self._slots))
+        written = {value for _, writes in flows for value in writes}
+        kept = written & {value for op in following for value in dataflow(op, self.plan.slicing)[0]}
+
+        def bound(position: int, op: Op) -> BoundOp:
+            reads, writes = flows[position]
+            frees = {value for value in (*reads, *writes) if last_use[value] == position and value not in kept}
+            slots = [tuple(self._slots[value] for value in values) for values in (reads, writes, frees)]
+            return BoundOp(op, self._bind(op), *slots)
+
+        return [bound(position, op) for position, op in enumerate(template)]
 
     def _bind(self, op: Op) -> Callable[..., tuple[Any, ...]]:
         """The callable of an op; it takes what `dataflow` says it reads and returns what it writes, in that order."""
-        if op.kind is Kind.START:
-            return self._bind_start(op)
         if op.kind is Kind.WAIT:
             return lambda pending: (pending.wait(),)
         if op.kind is Kind.STEP:
             return self._finish
-        part = self._parts[op.part]
         bind = {
-            Kind.LOCAL: self._bind_local,
-            Kind.BODY: self._bind_body,
-            Kind.TAIL: self._bind_tail,
-            Kind.WGRAD: self._bind_wgrad,
-            Kind.LOSS: self._bind_loss,
-        }[op.kind]
-        return bind(op, part)
+            (Kind.START, op.phase): self._bind_start,
+            (Kind.LOCAL, "F"): self._bind_local,
+            (Kind.LOCAL, "B"): self._bind_local_grad,
+            (Kind.BODY, "F"): self._bind_body,
+            (Kind.BODY, "B"): self._bind_body_grad,
+            (Kind.TAIL, op.phase): self._bind_tail,
+            (Kind.WGRAD, "B"): self._bind_wgrad,
+            (Kind.RECOMPUTE, "B"): self._bind_recompute,
+            (Kind.LOSS, "F"): self._bind_loss,
+        }[op.kind, op.phase]
+        return bind(op)
 
     def _bind_start(self, op: Op) -> Callable[..., tuple[Any, ...]]:
-        if op.phase == "S":
-            flat = self.gradients.buckets[op.part].flat
-            launch: Callable[..., Pending] = lambda *_: self.mesh.dp.all_reduce_start(flat)  # noqa: E731
-        elif op.collective == "statistics":
-            launch = self.mesh.tp.all_gather_start
-        else:
-            launch = self.mesh.tp.all_reduce_start
+        launch = self._launcher(op)
 
         def start(*reads: Any) -> tuple[Any, ...]:
             pending = launch(*reads)
@@ -205,52 +220,130 @@ class Executor:
 
         return start
 
-    def _bind_local(self, op: Op, part: Any) -> Callable[..., tuple[Any, ...]]:
-        cols = self.plan.slicing.cols
+    def _launcher(self, op: Op) -> Callable[..., Pending]:
+        """What starts the op's collective."""
+        tp = self.mesh.tp
+        if op.phase == "S":
+            flat = self.gradients.buckets[op.part].flat
+            group = tp if op.collective == "replica_sum" else self.mesh.dp
+            return lambda *_: group.all_reduce_start(flat)
+        if op.collective == "gather_input" and op.part not in self.plan.slicing.recompute_full:
+            norm = self._parts[op.part - 1]
+            return lambda ctx: tp.all_gather_tokens_start(norm.normed(ctx))
+        return {
+            "all_reduce": tp.all_reduce_start,
+            "reduce_scatter": tp.reduce_scatter_start,
+            "all_gather": tp.all_gather_tokens_start,
+            "gather_input": tp.all_gather_tokens_start,
+            "statistics": tp.all_gather_start,
+        }[op.collective]
 
-        def forward(*reads: Any) -> tuple[Any, ...]:
-            ctx = RowContext(self._rows[op.row])
-            branch, residual = _assemble(reads[:cols]), reads[cols] if len(reads) > cols else None
-            normed, hidden = part.local(branch, residual, ctx)
-            return (normed, ctx, hidden)[: 3 if has_residual else 2]
+    def _bind_local(self, op: Op) -> Callable[..., tuple[Any, ...]]:
+        part, cols, slicing = self._parts[op.part], self.plan.slicing.cols, self.plan.slicing
+        has_residual = op.part < slicing.last - 1
+        forget = op.part + 1 in slicing.recompute_full
 
-        def backward(ctx: RowContext, *reads: Any) -> tuple[Any, ...]:
-            d_normed, d_residual = _assemble(reads[:cols]), reads[cols] if len(reads) > cols else None
+        def local(*reads: Any) -> tuple[Any, ...]:
+            ctx = RowContext(self._shards[op.micro][op.row])
+            residual = reads[cols] if len(reads) > cols else None
+            normed, hidden = part.local(_column_view(reads[:cols]), residual, ctx)
+            if forget:
+                part.forget(ctx)
+            return (normed, ctx, hidden) if has_residual else (normed, ctx)
+
+        return local
+
+    def _bind_local_grad(self, op: Op) -> Callable[..., tuple[Any, ...]]:
+        part, cols = self._parts[op.part], self.plan.slicing.cols
+
+        def local_grad(ctx: RowContext, *reads: Any) -> tuple[Any, ...]:
+            d_normed, d_residual = _column_view(reads[:cols]), reads[cols] if len(reads) > cols else None
+            if cols > 1:
+                d_normed = d_normed.flatten(2)  # [s, b, c, h/c] to [s, b, h]
             d_branch, d_hidden = part.local_grad(d_normed, d_residual, ctx)
-            return (d_branch, None, d_hidden)[: 3 if has_residual else 2]
+            return (d_branch, None, d_hidden) if op.part > 1 else (d_branch, None)
 
-        has_residual = len(dataflow(op, self.plan.slicing)[1]) == 3
-        return forward if op.phase == "F" else backward
+        return local_grad
 
-    def _bind_body(self, op: Op, part: Any) -> Callable[..., tuple[Any, ...]]:
-        def forward(x: Tensor | None = None) -> tuple[Any, ...]:
-            ctx = RowContext(self._rows[op.row])
-            return part.body(x, ctx), ctx
+    def _bind_body(self, op: Op) -> Callable[..., tuple[Any, ...]]:
+        part, slicing = self._parts[op.part], self.plan.slicing
+        first = op.part == 0
+        shares = slicing.coupled(op.part)
+        forget, keep_gemm = op.part in slicing.recompute_full | slicing.recompute_core, op.part in slicing.recompute_core
+        blocks = slicing.cols if slicing.chain[op.part].forward_collective == "all_reduce" else 1
 
-        def backward(ctx: RowContext, dy: Tensor) -> tuple[Any, ...]:
-            return (part.body_grad(dy, ctx),)
+        def body(*reads: Any) -> tuple[Any, ...]:
+            x, earlier = (None, reads) if first else (reads[0], reads[1:])
+            ctx = RowContext(self._rows[op.micro][op.row], earlier, shares)
+            out = part.body(x, ctx)
+            if forget:
+                part.forget(ctx, keep_gemm)
+            if slicing.sequence_parallel:
+                ctx.x = None  # the share is kept by the norm; what all ranks hold together is gathered again
+            return self._with_blocks(out, ctx.row, blocks), ctx
 
-        return forward if op.phase == "F" else backward
+        return body
 
-    def _bind_tail(self, op: Op, part: Any) -> Callable[..., tuple[Any, ...]]:
-        columns = self._columns[op.col]
+    def _bind_body_grad(self, op: Op) -> Callable[..., tuple[Any, ...]]:
+        part, slicing = self._parts[op.part], self.plan.slicing
+        blocks = slicing.cols if slicing.chain[op.part].backward_collective is not None else 1
+        shares = slicing.coupled(op.part) and op.row > 0
+
+        def body_grad(ctx: RowContext, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+            mid = self._with_blocks(part.body_grad(dy, ctx), ctx.row, blocks)
+            return (mid, None) if shares else (mid,)
+
+        return body_grad
+
+    def _with_blocks(self, mid: Any, row: Row, blocks: int) -> Any:
+        """Behind a middle value, the buffer [c, s, b, h/c] that its column blocks will be computed into."""
+        if blocks == 1:
+            return mid
+        width = self._columns[0].stop
+        return mid, self._parts[0].weight.new_empty(blocks, row.length, row.tokens.shape[1], width)
+
+    def _bind_tail(self, op: Op) -> Callable[..., tuple[Any, ...]]:
+        part, columns = self._parts[op.part], self._columns[op.col]
         tail = part.tail if op.phase == "F" else part.tail_grad
-        return lambda mid: (tail(mid, columns),)
+        if self.plan.slicing.cols == 1:
+            return lambda mid: (tail(mid, columns),)
+        return lambda mid: (tail(mid[0], columns, mid[1][op.col]),)
 
-    def _bind_wgrad(self, op: Op, part: Any) -> Callable[..., tuple[Any, ...]]:
-        nothing = (None,) * len(self.plan.slicing.rows_of(op))
+    def _bind_wgrad(self, op: Op) -> Callable[..., tuple[Any, ...]]:
+        part, rows = self._parts[op.part], len(self.plan.slicing.rows_of(op))
+        nothing = (None,) * rows
 
         def wgrad(*reads: Any) -> tuple[Any, ...]:
-            part.wgrad(reads[0::2], reads[1::2])
+            width = len(reads) // rows
+            contexts, mids, gathered = reads[0::width], reads[1::width], reads[2::width] if width > 2 else ()
+            for ctx, x in zip(contexts, gathered, strict=False):
+                ctx.x = x
+            part.wgrad(contexts, [mid[0] for mid in mids] if blocks else mids)
             return nothing
+
+        blocks = self.plan.slicing.cols > 1 and op.part > 0
 
         return wgrad
 
-    def _bind_loss(self, op: Op, part: Any) -> Callable[..., tuple[Any, ...]]:
+    def _bind_recompute(self, op: Op) -> Callable[..., tuple[Any, ...]]:
+        part, slicing = self._parts[op.part], self.plan.slicing
+        if not slicing.chain[op.part].sharded:
+            return lambda ctx: (part.rebuild(ctx),)
+        full = op.part in slicing.recompute_full
+
+        def recompute(ctx: RowContext, *reads: Any) -> tuple[Any, ...]:
+            part.rebuild(ctx, reads[0] if full else None)
+            return (None,)
+
+        return recompute
+
+    def _bind_loss(self, op: Op) -> Callable[..., tuple[Any, ...]]:
+        part = self._parts[op.part]
+
         def loss(ctx: RowContext, gathered: Tensor) -> tuple[Any, ...]:
             d_logits, loss_sum = part.loss(gathered, ctx)
             self._row_losses.append(loss_sum)
-            return (d_logits,)
+            return (self._with_blocks(d_logits, ctx.row, self.plan.slicing.cols),)
 
         return loss
 
@@ -259,16 +352,26 @@ class Executor:
         return ()
 
 
-def _assemble(columns: Sequence[Tensor]) -> Tensor:
-    """Column blocks [s, b, h/c] side by side, [s, b, h]; a single one is not copied."""
-    return columns[0] if len(columns) == 1 else torch.cat(list(columns), -1)
+def _column_view(blocks: Sequence[Tensor]) -> Tensor:
+    """Column blocks of one buffer [c, s, b, h/c] as a view [s, b, c, h/c]; a single one as it is.
+
+    After a reduce-scatter the blocks lie apart, and are put together by a copy.
+    """
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first
+    s, b, width = first.shape
+    apart = [block.data_ptr() - first.data_ptr() for block in blocks]
+    if apart == [i * first.numel() * first.element_size() for i in range(len(blocks))]:
+        return first.as_strided((s, b, len(blocks), width), (b * width, width, s * b * width, 1))
+    return torch.stack(list(blocks), 2)
 
 
 def _column_slices(width: int, cols: int) -> tuple[slice, ...]:
     if cols == 1:
         return (slice(None),)
-    bounds = [width * col // cols for col in range(cols + 1)]
-    return tuple(slice(bounds[col], bounds[col + 1]) for col in range(cols))
+    assert width % cols == 0, f"{cols} column blocks do not divide the hidden size {width}"
+    return tuple(slice(width // cols * col, width // cols * (col + 1)) for col in range(cols))
 
 
 def _profiler_range(op: Op) -> AbstractContextManager[Any]:

@@ -17,13 +17,14 @@ COMPUTE, TP_LINK, DP_LINK = "compute", "tp", "dp"
 
 
 class Kind(StrEnum):
-    """What an op does; see DESIGN of the plan in ``schedule/README.md``."""
+    """What an op does; see ``schedule/README.md``."""
 
     LOCAL = "local"
     BODY = "body"
     TAIL = "tail"
     WGRAD = "wgrad"
     LOSS = "loss"
+    RECOMPUTE = "recompute"
     START = "start"
     WAIT = "wait"
     STEP = "step"
@@ -38,7 +39,7 @@ class Op(NamedTuple):
     row: int  # which slice of the micro-batch, or ALL_ROWS
     col: int = 0  # which slice of the output dimension (TAIL, START, WAIT)
     micro: int = 0  # which micro-batch of the template
-    collective: str = "all_reduce"  # which collective (START, WAIT)
+    collective: str = "all_reduce"  # which collective (START, WAIT); `COLLECTIVES` says what each does
 
     def __str__(self) -> str:
         row = "*" if self.row == ALL_ROWS else str(self.row)
@@ -61,7 +62,17 @@ class Op(NamedTuple):
         """Where the op's work runs: the compute lane, or the link of the communicator it uses."""
         if self.kind not in (Kind.START, Kind.WAIT):
             return COMPUTE
-        return DP_LINK if self.phase == "S" else TP_LINK
+        return DP_LINK if self.phase == "S" and self.collective != "replica_sum" else TP_LINK
+
+
+COLLECTIVES = {
+    "all_reduce": "sums partial sums over TP ranks, or in phase S a gradient bucket over DP ranks",
+    "reduce_scatter": "the same sum, each rank keeping its share of the tokens (sequence parallelism)",
+    "all_gather": "every rank's share of the tokens, entering a sharded part (sequence parallelism)",
+    "gather_input": "a part's input once more, for its weight gradient or to recompute it (sequence parallelism)",
+    "statistics": "three numbers a token from every rank's piece of the vocabulary",
+    "replica_sum": "sums gradients of replicated weights that saw a share of the tokens each (sequence parallelism)",
+}
 
 
 class ChainPart(Protocol):
@@ -79,32 +90,38 @@ class ChainPart(Protocol):
     def backward_collective(self) -> str | None:
         """The collective its backward leaves with, or None where no gradient goes further down."""
 
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether a token's output depends on earlier tokens, so that rows cut along the sequence depend on each other."""
+
 
 class PartSpec(NamedTuple):
     """A `ChainPart` without a model behind it."""
 
     sharded: bool
-    forward_collective: str | None
-    backward_collective: str | None
+    forward_collective: str | None = None
+    backward_collective: str | None = None
+    couples_tokens: bool = False
 
     @classmethod
     def of(cls, part: ChainPart) -> PartSpec:
         """The record of a model's part."""
-        return cls(part.sharded, part.forward_collective, part.backward_collective)
+        return cls(part.sharded, part.forward_collective, part.backward_collective, part.couples_tokens)
 
 
 def transformer_chain(num_layers: int) -> tuple[PartSpec, ...]:
     """Embedding, then norm, attention, norm, MLP for each layer, then final norm and head: 4 L + 3 parts."""
-    replicated = PartSpec(False, None, None)
-    block = (replicated, PartSpec(True, "all_reduce", "all_reduce"))
+    replicated = PartSpec(False)
+    attention = PartSpec(True, "all_reduce", "all_reduce", couples_tokens=True)
+    layer = (replicated, attention, replicated, PartSpec(True, "all_reduce", "all_reduce"))
     embedding, head = PartSpec(True, "all_reduce", None), PartSpec(True, "statistics", "all_reduce")
-    return (embedding, *block * (2 * num_layers), replicated, head)
+    return (embedding, *layer * num_layers, replicated, head)
 
 
 class Value(NamedTuple):
     """Something an op writes once and others read."""
 
-    name: str  # input, residual, mid, saved, partial, inflight, sum, grad, reduced
+    name: str
     phase: str
     part: int
     row: int = 0
@@ -114,71 +131,183 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Slicing:
-    """What ops act on: the chain, its cut, and which parts each gradient bucket holds gradients of."""
+    """What ops act on: the chain, how a micro-batch is cut, and how its parts' ends meet."""
 
     chain: tuple[PartSpec, ...]
+
     row_sizes: tuple[int, ...] = (1,)
+    """Samples, or under ``sequence_rows`` tokens, of each row."""
+
     cols: int = 1
+    """Column blocks that leave a part one by one."""
+
+    sequence_rows: bool = False
+    """Rows are cut along the sequence: a row reads what earlier rows of a coupled part keep."""
+
+    sequence_parallel: bool = False
+    """Replicated parts hold a share of the tokens: reduce-scatter leaving a sharded part, all-gather entering one."""
+
+    recompute_full: frozenset[int] = frozenset()
+    """Sharded parts that keep nothing but the residual stream before their norm."""
+
+    recompute_core: frozenset[int] = frozenset()
+    """Sharded parts that keep their GEMMs' inputs, but not what lies between."""
+
     buckets: tuple[frozenset[int], ...] = ()
+    """Parts that each gradient bucket holds gradients of."""
+
+    replica_buckets: frozenset[int] = frozenset()
+    """Buckets whose gradients are first summed over TP ranks."""
 
     @property
     def rows(self) -> int:
         """Pieces each micro-batch is cut into."""
         return len(self.row_sizes)
 
+    @property
+    def last(self) -> int:
+        """Number of the head."""
+        return len(self.chain) - 1
+
+    @property
+    def leaving(self) -> str:
+        """The collective that partial sums leave with."""
+        return "reduce_scatter" if self.sequence_parallel else "all_reduce"
+
     def rows_of(self, op: Op) -> Sequence[int]:
         """The rows that an op covers."""
         return range(self.rows) if op.row == ALL_ROWS else (op.row,)
 
+    def coupled(self, part: int) -> bool:
+        """Whether rows of this part depend on each other."""
+        return self.sequence_rows and self.chain[part].couples_tokens
 
-def dataflow(op: Op, slicing: Slicing) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+
+Flow = tuple[tuple[Value, ...], tuple[Value, ...]]
+
+
+def dataflow(op: Op, slicing: Slicing) -> Flow:
     """Values that ``op`` reads and values that it writes, each in the order in which its callable takes and returns them."""
-    part, row, micro = op.part, op.row, op.micro
-    last = len(slicing.chain) - 1
+    if op.phase == "S":
+        return _step_flow(op, slicing)
+    flow = {
+        (Kind.LOCAL, "F"): _local_forward,
+        (Kind.LOCAL, "B"): _local_backward,
+        (Kind.BODY, "F"): _body_forward,
+        (Kind.BODY, "B"): _body_backward,
+        (Kind.LOSS, "F"): _loss,
+        (Kind.TAIL, "F"): _tail,
+        (Kind.TAIL, "B"): _tail,
+        (Kind.WGRAD, "B"): _wgrad,
+        (Kind.RECOMPUTE, "B"): _recompute,
+        (Kind.START, "F"): _start,
+        (Kind.START, "B"): _start,
+        (Kind.WAIT, "F"): _wait,
+        (Kind.WAIT, "B"): _wait,
+    }.get((op.kind, op.phase))
+    if flow is None:
+        raise ValueError(f"{op} has no meaning: {op.kind} does not exist in phase {op.phase}")
+    return flow(op, slicing)
 
-    def value(name: str, phase: str, part: int = part, row: int = row, col: int = 0) -> Value:
-        return Value(name, phase, part, row, col, micro)
 
-    def sums(phase: str, part: int) -> tuple[Value, ...]:
-        cols = slicing.cols if slicing.chain[part].forward_collective == "all_reduce" or phase == "B" else 1
-        return tuple(value("sum", phase, part, col=col) for col in range(cols))
+def _at(op: Op, name: str, phase: str, part: int | None = None, row: int | None = None, col: int = 0) -> Value:
+    """A value of the op's micro-batch, by default of its own part and row."""
+    return Value(name, phase, op.part if part is None else part, op.row if row is None else row, col, op.micro)
 
-    match op.kind, op.phase:
-        case Kind.LOCAL, "F":
-            reads = sums("F", part - 1) + ((value("residual", "F", part - 2),) if part > 1 else ())
-            writes = (value("input", "F"), value("saved", "F")) + ((value("residual", "F"),) if part < last - 1 else ())
-        case Kind.LOCAL, "B":
-            above = (value("residual", "B", part + 2),) if part < last - 1 else ()
-            reads = (value("saved", "F"), *sums("B", part + 1), *above)
-            writes = (value("input", "B"), value("grad", "B")) + ((value("residual", "B"),) if part > 1 else ())
-        case Kind.BODY, "F":
-            reads = (value("input", "F", part - 1),) if part else ()
-            out = "mid" if slicing.chain[part].forward_collective == "all_reduce" else "partial"
-            writes = (value(out, "F"), value("saved", "F"))
-        case Kind.BODY, "B":
-            reads = (value("saved", "F"), value("input", "B", part + 1))
-            writes = (value("mid", "B"),)
-        case Kind.LOSS, "F":
-            reads = (value("saved", "F"), value("sum", "F"))
-            writes = (value("mid", "B"),)
-        case Kind.TAIL, phase:
-            reads, writes = (value("mid", phase),), (value("partial", phase, col=op.col),)
-        case Kind.START, "F" | "B":
-            reads, writes = (value("partial", op.phase, col=op.col),), (value("inflight", op.phase, col=op.col),)
-        case Kind.WAIT, "F" | "B":
-            reads, writes = (value("inflight", op.phase, col=op.col),), (value("sum", op.phase, col=op.col),)
-        case Kind.WGRAD, "B":
-            covered = slicing.rows_of(op)
-            reads = tuple(value(name, phase, row=r) for r in covered for name, phase in (("saved", "F"), ("mid", "B")))
-            writes = tuple(value("grad", "B", row=r) for r in covered)
-        case Kind.START, "S":
-            parts = sorted(slicing.buckets[part])
-            reads = tuple(value("grad", "B", p, r) for p in parts for r in range(slicing.rows))
-            writes = (value("inflight", "S", row=0),)
-        case Kind.WAIT, "S":
-            reads, writes = (value("inflight", "S", row=0),), (value("reduced", "S", row=0),)
-        case Kind.STEP, "S":
-            reads, writes = tuple(value("reduced", "S", b, row=0) for b in range(len(slicing.buckets))), ()
-        case _:
-            raise ValueError(f"{op} has no meaning: {op.kind} does not exist in phase {op.phase}")
-    return reads, writes
+
+def _sums(op: Op, slicing: Slicing, phase: str, part: int) -> tuple[Value, ...]:
+    return tuple(_at(op, "sum", phase, part, col=col) for col in range(slicing.cols))
+
+
+def _local_forward(op: Op, slicing: Slicing) -> Flow:
+    part = op.part
+    reads = (*_sums(op, slicing, "F", part - 1), *([_at(op, "residual", "F", part - 2)] if part > 1 else []))
+    residual = [_at(op, "residual", "F")] if part < slicing.last - 1 else []
+    return reads, (_at(op, "input", "F"), _at(op, "saved", "F"), *residual)
+
+
+def _local_backward(op: Op, slicing: Slicing) -> Flow:
+    part = op.part
+    residual = [_at(op, "residual", "B", part + 2)] if part < slicing.last - 1 else []
+    reads = (_at(op, "saved", "F"), *_sums(op, slicing, "B", part + 1), *residual)
+    return reads, (_at(op, "input", "B"), _at(op, "grad", "B"), *([_at(op, "residual", "B")] if part > 1 else []))
+
+
+def _earlier_rows(op: Op, slicing: Slicing) -> tuple[Value, ...]:
+    return tuple(_at(op, "saved", "F", row=row) for row in range(op.row)) if slicing.coupled(op.part) else ()
+
+
+def _body_forward(op: Op, slicing: Slicing) -> Flow:
+    entered = _at(op, "gathered", "F") if slicing.sequence_parallel else _at(op, "input", "F", op.part - 1)
+    out = "partial" if slicing.chain[op.part].forward_collective == "statistics" else "mid"
+    reads = (*([entered] if op.part else []), *_earlier_rows(op, slicing))
+    return reads, (_at(op, out, "F"), _at(op, "saved", "F"))
+
+
+def _body_backward(op: Op, slicing: Slicing) -> Flow:
+    part, coupled = op.part, slicing.coupled(op.part)
+    entered = _at(op, "gathered", "B") if slicing.sequence_parallel else _at(op, "input", "B", part + 1)
+    rebuilt = [_at(op, "rebuilt", "B")] if part in slicing.recompute_full | slicing.recompute_core else []
+    later = [_at(op, "shared", "B", row=op.row + 1)] if coupled and op.row < slicing.rows - 1 else []
+    shared = [_at(op, "shared", "B")] if coupled and op.row > 0 else []
+    return (_at(op, "saved", "F"), entered, *rebuilt, *later), (_at(op, "mid", "B"), *shared)
+
+
+def _loss(op: Op, slicing: Slicing) -> Flow:
+    return (_at(op, "saved", "F"), _at(op, "sum", "F")), (_at(op, "mid", "B"),)
+
+
+def _tail(op: Op, slicing: Slicing) -> Flow:
+    return (_at(op, "mid", op.phase),), (_at(op, "partial", op.phase, col=op.col),)
+
+
+def _wgrad(op: Op, slicing: Slicing) -> Flow:
+    names = [("saved", "F"), ("mid", "B"), *([("gathered_input", "B")] if slicing.sequence_parallel and op.part else [])]
+    rows = slicing.rows_of(op)
+    reads = tuple(_at(op, name, phase, row=row) for row in rows for name, phase in names)
+    return reads, tuple(_at(op, "grad", "B", row=row) for row in rows)
+
+
+def _recompute(op: Op, slicing: Slicing) -> Flow:
+    part, saved = op.part, _at(op, "saved", "F")
+    if not slicing.chain[part].sharded:
+        return (saved,), (_at(op, "rebuilt_input", "B"),)
+    entered: list[Value] = []
+    if part in slicing.recompute_full:
+        entered = [_at(op, "gathered_input", "B") if slicing.sequence_parallel else _at(op, "rebuilt_input", "B", part - 1)]
+    return (saved, *entered, *_earlier_rows(op, slicing)), (_at(op, "rebuilt", "B"),)
+
+
+def _start(op: Op, slicing: Slicing) -> Flow:
+    if op.collective == "all_gather":
+        source = _at(op, "input", op.phase, op.part - 1 if op.phase == "F" else op.part + 1)
+    elif op.collective == "gather_input":
+        rebuilt = op.part in slicing.recompute_full
+        source = _at(op, "rebuilt_input", "B", op.part - 1) if rebuilt else _at(op, "saved", "F", op.part - 1)
+    else:
+        source = _at(op, "partial", op.phase, col=op.col)
+    return (source,), (_in_flight(op),)
+
+
+def _wait(op: Op, slicing: Slicing) -> Flow:
+    arrived = {"all_gather": "gathered", "gather_input": "gathered_input"}.get(op.collective, "sum")
+    return (_in_flight(op),), (_at(op, arrived, op.phase, col=op.col),)
+
+
+def _in_flight(op: Op) -> Value:
+    return Value(f"{op.collective} in flight", op.phase, op.part, 0 if op.phase == "S" else op.row, op.col, op.micro)
+
+
+def _step_flow(op: Op, slicing: Slicing) -> Flow:
+    bucket = op.part
+    summed = Value("summed", "S", bucket, micro=op.micro)
+    if op.kind is Kind.STEP:
+        return tuple(Value("reduced", "S", b, micro=op.micro) for b in range(len(slicing.buckets))), ()
+    if op.kind is Kind.WAIT:
+        return (_in_flight(op),), (summed if op.collective == "replica_sum" else Value("reduced", "S", bucket, micro=op.micro),)
+    if op.kind is not Kind.START:
+        raise ValueError(f"{op} has no meaning: {op.kind} does not exist in phase S")
+    grads = tuple(
+        Value("grad", "B", part, row, micro=op.micro) for part in sorted(slicing.buckets[bucket]) for row in range(slicing.rows)
+    )
+    return (summed,) if bucket in slicing.replica_buckets and op.collective != "replica_sum" else grads, (_in_flight(op),)

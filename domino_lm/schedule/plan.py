@@ -1,158 +1,252 @@
-"""The planner: one order for forward, one for backward, and passes that change a plan into another."""
+"""The planner: one order for forward, one for backward, whatever the cut."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from domino_lm.schedule.ops import ALL_ROWS, ChainPart, Kind, Op, PartSpec, Slicing
 
+Item = tuple[int, int]  # a sharded part and a row
+
 
 @dataclass(frozen=True)
 class Plan:
-    """Ops in the order in which every rank issues them, and the cut that they act on."""
+    """Ops of one micro-batch in the order in which every rank issues them, and the cut that they act on."""
 
     ops: tuple[Op, ...]
     slicing: Slicing
+    paired: bool = False
+    """Whether forward runs in turn with the backward of the micro-batch before; see `passes.step_templates`."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.ops))
 
     def digest(self) -> str:
         """Hash that is equal on two ranks exactly when they issue the same ops on the same cut."""
-        return hashlib.sha256(f"{self.slicing}\n{self}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.slicing}\n{self.paired}\n{self}".encode()).hexdigest()
 
     def with_ops(self, ops: Iterable[Op]) -> Plan:
         """The same cut under another order."""
         return replace(self, ops=tuple(ops))
 
 
-def cut(size: int, pieces: int) -> tuple[int, ...]:
-    """Sizes of ``pieces`` pieces of ``size`` that differ by one at most, larger ones first.
+def cut(size: int, pieces: int, multiple: int = 1) -> tuple[int, ...]:
+    """Sizes of ``pieces`` pieces of ``size`` that differ by one ``multiple`` at most, larger ones first.
 
-    Raises ValueError where a piece would be empty.
+    Raises ValueError where a piece would be empty or ``size`` is no multiple.
     """
-    if not 1 <= pieces <= size:
-        raise ValueError(f"cannot cut {size} into {pieces} pieces that each hold something; use 1 to {size}")
-    return tuple(size // pieces + (i < size % pieces) for i in range(pieces))
+    units = size // multiple
+    if size % multiple or not 1 <= pieces <= units:
+        raise ValueError(f"cannot cut {size} into {pieces} pieces of multiples of {multiple} that each hold something; use 1 to {units}")
+    return tuple(multiple * (units // pieces + (i < units % pieces)) for i in range(pieces))
 
 
-def build_plan(chain: Sequence[ChainPart], row_sizes: Sequence[int] = (1,), cols: int = 1) -> Plan:
+def build_plan(
+    chain: Sequence[ChainPart],
+    row_sizes: Sequence[int] = (1,),
+    cols: int = 1,
+    *,
+    sequence_rows: bool = False,
+    sequence_parallel: bool = False,
+    row_groups: int = 1,
+) -> Plan:
     """Forward and backward of one micro-batch; one row and one column are Megatron's order.
 
-    ``row_sizes`` holds the sequences of each row. Weight gradients cover all rows of a part, see `wgrad_each_row`.
+    ``row_sizes`` holds the samples of each row, or its tokens with ``sequence_rows``. With more than one of
+    ``row_groups``, a group of rows goes back while the next still goes forward. Weight gradients cover all rows of a
+    part, see `wgrad_each_row`; with row groups each row has its own.
     """
-    slicing = Slicing(tuple(PartSpec.of(part) for part in chain), tuple(row_sizes), cols)
-    return Plan((*_forward(slicing), *_backward(slicing)), slicing)
+    specs = tuple(PartSpec.of(part) for part in chain)
+    slicing = Slicing(specs, tuple(row_sizes), cols, sequence_rows=sequence_rows, sequence_parallel=sequence_parallel)
+    assert row_groups == 1 or not sequence_rows, "rows of one sequence go back in order, so they form no groups"
+    bounds = [slicing.rows * group // row_groups for group in range(row_groups + 1)]
+    groups = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    forward = [list(_forward(slicing, rows)) for rows in groups]
+    backward = [list(_backward(slicing, rows)) for rows in groups]
+    if row_groups > 1:
+        backward = [list(_each_row(ops, slicing, rows)) for ops, rows in zip(backward, groups, strict=True)]
+    ops = forward[0]
+    for group in range(1, row_groups):
+        ops = [*ops, *interleave(backward[group - 1], forward[group])]
+    return Plan(tuple(in_issue_order([*ops, *backward[-1]], slicing)), slicing)
 
 
-def _forward(slicing: Slicing) -> Iterator[Op]:
-    """Part by part, row by row: redeem the row's collective, normalise, compute, send; nothing between tail and start."""
-    sharded = [p for p, spec in enumerate(slicing.chain) if spec.sharded]
-    for part in sharded:
-        for row in range(slicing.rows):
-            if part:
-                yield from _enter("F", part - 2, row, slicing)
-                yield Op(Kind.LOCAL, "F", part - 1, row)
-            yield Op(Kind.BODY, "F", part, row)
-            if slicing.chain[part].forward_collective == "all_reduce":
-                yield from _leave("F", part, row, slicing.cols)
-            else:
-                yield Op(Kind.START, "F", part, row, collective="statistics")
-    for row in range(slicing.rows):
-        yield Op(Kind.WAIT, "F", sharded[-1], row, collective="statistics")
-        yield Op(Kind.LOSS, "F", sharded[-1], row)
+def _forward(slicing: Slicing, rows: range) -> Iterator[Op]:
+    """Part by part, row by row, up to the statistics of the cross entropy."""
+    items = [(part, row) for part in range(0, slicing.last + 1, 2) for row in rows]
+    return _walk(slicing, items, "F", len(rows))
 
 
-def _backward(slicing: Slicing) -> Iterator[Op]:
-    """Parts and rows from last to first; the last row's collective leaves before the part's weight gradients start."""
-    last = len(slicing.chain) - 1
-    for part in range(last, -1, -2):
-        for row in reversed(range(slicing.rows)):
-            if part != last:
-                yield from _enter("B", part + 2, row, slicing)
-                yield Op(Kind.LOCAL, "B", part + 1, row)
-                yield Op(Kind.BODY, "B", part, row)
-            if slicing.chain[part].backward_collective is not None:
-                yield from _leave("B", part, row, slicing.cols)
-        yield Op(Kind.WGRAD, "B", part, ALL_ROWS)
+def _backward(slicing: Slicing, rows: range) -> Iterator[Op]:
+    """From the losses down, row by row; the last row's collective leaves before the part's weight gradients start.
+
+    Rows of one sequence go back from last to first where a part couples them, and so from the first such part on.
+    """
+    items, order = [], list(rows)
+    for part in range(slicing.last, -1, -2):
+        if slicing.coupled(part):
+            order = sorted(rows, reverse=True)
+        items += [(part, row) for row in order]
+    return _walk(slicing, items, "B", len(rows))
 
 
-def _leave(phase: str, part: int, row: int, cols: int) -> Iterator[Op]:
-    """Each column block travels as soon as it is computed."""
-    for col in range(cols):
-        yield Op(Kind.TAIL, phase, part, row, col)
-        yield Op(Kind.START, phase, part, row, col)
+def _walk(slicing: Slicing, items: Sequence[Item], phase: str, rows: int) -> Iterator[Op]:
+    """The order of one direction. An item lands (wait, LOCAL; at the head LOSS), computes (BODY) and sends (TAIL, START).
+
+    Items land in the order in which they were sent. Without sequence parallelism an item lands right before it
+    computes. With it, another row lands between an item's BODY and TAIL: that row's reduce-scatter has travelled behind
+    the BODY, and its all-gather will travel behind the TAIL.
+    """
+    staggered = slicing.sequence_parallel and rows > 1
+    sent: deque[Item] = deque(items[:rows] if phase == "B" else ())
+    landed: set[Item] = set(items[:rows] if phase == "F" else ())
+    gathered: set[Item] = set(items[:rows])
+
+    def land(item: Item) -> Iterator[Op]:
+        while item not in landed:
+            landed.add(sent[0])
+            yield from _land(slicing, phase, *sent.popleft())
+
+    def gather(item: Item) -> Iterator[Op]:
+        if item in landed and item not in gathered:
+            gathered.add(item)
+            yield from _gather(slicing, phase, *item)
+
+    for position, item in enumerate(items):
+        part, row = item
+        yield from land(item)
+        yield from gather(item)
+        yield from _compute(slicing, phase, part, row)
+        if staggered and position >= rows - 1 and sent:
+            yield from land(sent[0] if position == rows - 1 else sent[-1])
+            yield from gather(items[position + 1]) if position + 1 < len(items) else ()
+        yield from _send(slicing, phase, part, row)
+        if 0 <= _next(phase, item)[0] <= slicing.last:
+            sent.append(_next(phase, item))
+        if phase == "B":
+            if slicing.sequence_parallel and part:
+                yield Op(Kind.WAIT, "B", part, row, collective="gather_input")
+            if position % rows == rows - 1:
+                yield Op(Kind.WGRAD, "B", part, ALL_ROWS)
 
 
-def _enter(phase: str, part: int, row: int, slicing: Slicing) -> Iterator[Op]:
-    """All column blocks of a row have arrived."""
+def _next(phase: str, item: Item) -> Item:
+    """Where an item's result goes: the same row of the next sharded part in this direction."""
+    return (item[0] + 2 if phase == "F" else item[0] - 2, item[1])
+
+
+def _land(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
+    """All column blocks of the part before (in backward: after) have arrived, and the replicated part between runs."""
+    if phase == "B" and part == slicing.last:
+        yield Op(Kind.WAIT, "F", part, row, collective="statistics")
+        yield Op(Kind.LOSS, "F", part, row)
+        return
+    step = 1 if phase == "F" else -1
     for col in range(slicing.cols):
-        yield Op(Kind.WAIT, phase, part, row, col)
+        yield Op(Kind.WAIT, phase, part - 2 * step, row, col, collective=slicing.leaving)
+    yield Op(Kind.LOCAL, phase, part - step, row)
+
+
+def _gather(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
+    """Under sequence parallelism the other ranks' tokens set out."""
+    if slicing.sequence_parallel:
+        yield Op(Kind.START, phase, part, row, collective="all_gather")
+
+
+def _compute(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
+    """BODY, after the tokens that it needs have come; the head goes back from its loss, without one.
+
+    The input that a weight gradient needs sets out behind the input gradient.
+    """
+    if slicing.sequence_parallel and part != (0 if phase == "F" else slicing.last):
+        yield Op(Kind.WAIT, phase, part, row, collective="all_gather")
+    if slicing.sequence_parallel and phase == "B" and part:
+        yield Op(Kind.START, "B", part, row, collective="gather_input")
+    if phase == "F" or part != slicing.last:
+        yield Op(Kind.BODY, phase, part, row)
+
+
+def _send(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
+    """Each column block travels as soon as it is computed; nothing stands between a tail and its start."""
+    spec = slicing.chain[part]
+    collective = spec.forward_collective if phase == "F" else spec.backward_collective
+    if collective == "statistics":
+        yield Op(Kind.START, phase, part, row, collective=collective)
+    elif collective is not None:
+        for col in range(slicing.cols):
+            yield Op(Kind.TAIL, phase, part, row, col)
+            yield Op(Kind.START, phase, part, row, col, collective=slicing.leaving)
+
+
+def in_issue_order(ops: Iterable[Op], slicing: Slicing) -> Iterator[Op]:
+    """Redeem collectives in the order of their starts: a wait brings all older ones of its lane along, which is never wrong.
+
+    LOCAL and LOSS need nothing but the last of their waits, and follow it wherever it goes.
+    """
+    in_flight: dict[str, deque[Op]] = defaultdict(deque)
+    for op in ops:
+        pending = in_flight[op.lane]
+        if op.kind is Kind.START:
+            pending.append(op._replace(kind=Kind.WAIT))
+        if op.kind not in (Kind.WAIT, Kind.LOCAL, Kind.LOSS):
+            yield op
+        while op.kind is Kind.WAIT and op in pending:
+            oldest = pending.popleft()
+            yield oldest
+            yield from _follower(oldest, slicing)
+
+
+def _follower(wait: Op, slicing: Slicing) -> Iterator[Op]:
+    """What runs right after a wait."""
+    if wait.collective == "statistics":
+        yield Op(Kind.LOSS, "F", wait.part, wait.row, micro=wait.micro)
+    elif wait.collective == slicing.leaving and wait.phase != "S" and wait.col == slicing.cols - 1:
+        step = 1 if wait.phase == "F" else -1
+        yield Op(Kind.LOCAL, wait.phase, wait.part + step, wait.row, micro=wait.micro)
+
+
+def interleave(first: Sequence[Op], second: Sequence[Op]) -> Iterator[Op]:
+    """Two independent pieces in turn: each runs up to its next wait, then the other."""
+    stretches = [_stretches(first), _stretches(second)]
+    for turn in range(max(map(len, stretches))):
+        for pieces in stretches:
+            if turn < len(pieces):
+                yield from pieces[turn]
+
+
+def _stretches(ops: Sequence[Op]) -> list[list[Op]]:
+    """Pieces that begin with their waits and hold none further on."""
+    pieces: list[list[Op]] = [[]]
+    for op in ops:
+        if op.kind is Kind.WAIT and pieces[-1] and pieces[-1][-1].kind is not Kind.WAIT:
+            pieces.append([])
+        pieces[-1].append(op)
+    return pieces
 
 
 def wgrad_each_row(plan: Plan) -> Plan:
     """Give every row its own weight gradient, right after the row's last collective of that part has left."""
+    return plan.with_ops(_each_row(plan.ops, plan.slicing, range(plan.slicing.rows)))
 
-    def ops() -> Iterator[Op]:
-        for position, op in enumerate(plan.ops):
-            if op.kind is Kind.WGRAD and op.row == ALL_ROWS:
-                continue
+
+def _each_row(ops: Iterable[Op], slicing: Slicing, rows: range) -> Iterator[Op]:
+    """A weight gradient for each part and row, where the part's backward ends for it."""
+    ops = list(ops)
+    ends = {(op.part, op.row): position for position, op in enumerate(ops) if _ends_backward(op)}
+    waits = {(op.part, op.row): i for i, op in enumerate(ops) if op.kind is Kind.WAIT and op.collective == "gather_input"}
+    ready = {max(position, waits.get(item, 0)): item for item, position in ends.items() if item[1] in rows}
+    for position, op in enumerate(ops):
+        if op.kind is not Kind.WGRAD:
             yield op
-            following = plan.ops[position + 1]
-            row_ends = op.phase == "B" and op.kind in (Kind.START, Kind.BODY) and following.row != op.row
-            if row_ends and plan.slicing.chain[op.part].sharded:
-                yield Op(Kind.WGRAD, "B", op.part, op.row, micro=op.micro)
-
-    return plan.with_ops(ops())
+        if position in ready:
+            part, row = ready[position]
+            yield Op(Kind.WGRAD, "B", part, row, micro=op.micro)
 
 
-def serialize(plan: Plan) -> Plan:
-    """Redeem each tensor-parallel collective right after it started: no overlap at all, for comparison."""
-
-    def ops() -> Iterator[Op]:
-        for op in plan.ops:
-            if op.kind is Kind.WAIT and op.phase != "S":
-                continue
-            yield op
-            if op.kind is Kind.START and op.phase != "S":
-                yield op._replace(kind=Kind.WAIT)
-
-    return plan.with_ops(ops())
-
-
-def last_writers(plan: Plan) -> dict[int, int]:
-    """Position of the last op that writes a gradient of each part."""
-    writes_gradient = (Kind.WGRAD, Kind.LOCAL)
-    return {op.part: i for i, op in enumerate(plan.ops) if op.phase == "B" and op.kind in writes_gradient}
-
-
-def reduce_gradients(plan: Plan, buckets: Sequence[Iterable[int]], overlap: bool = True) -> Plan:
-    """Reduce each gradient bucket over data-parallel ranks, then step.
-
-    ``buckets[i]`` names the parts that bucket i holds gradients of. A reduction starts right after the last op that
-    writes one of them, or after the whole backward without ``overlap``; buckets must be in the order of those ops.
-    """
-    slicing = replace(plan.slicing, buckets=tuple(frozenset(parts) for parts in buckets))
-    writers = last_writers(plan)
-    ready = [max(writers[part] for part in parts) for parts in slicing.buckets]
-    assert ready == sorted(ready), f"buckets complete in the order {ready}; waits must follow the order of starts"
-    start_after = ready if overlap else [len(plan.ops) - 1] * len(ready)
-
-    def ops() -> Iterator[Op]:
-        for position, op in enumerate(plan.ops):
-            yield op
-            for bucket, after in enumerate(start_after):
-                if after == position:
-                    yield Op(Kind.START, "S", bucket, ALL_ROWS)
-        for bucket in range(len(ready)):
-            yield Op(Kind.WAIT, "S", bucket, ALL_ROWS)
-        yield Op(Kind.STEP, "S", 0, ALL_ROWS)
-
-    return Plan(tuple(ops()), slicing)
-
-
-def without_reduction(plan: Plan) -> Plan:
-    """The same micro-batch as one that is not the step's last: no data-parallel reduction, no optimizer."""
-    return plan.with_ops(op for op in plan.ops if op.phase != "S")
+def _ends_backward(op: Op) -> bool:
+    """Whether the op can be the last of a sharded part and row that a weight gradient must follow."""
+    leaves = op.kind is Kind.START and op.collective in ("all_reduce", "reduce_scatter")
+    return op.phase == "B" and (leaves or op.kind is Kind.BODY)

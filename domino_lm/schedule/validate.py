@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from domino_lm.schedule.ops import Kind, Op, Value, dataflow
+from domino_lm.schedule.passes import step_templates
 from domino_lm.schedule.plan import Plan
 
 CONTEXT_OPS = 3
@@ -20,8 +21,11 @@ def validate(plan: Plan) -> None:
     Checks, op by op: reads follow writes; no value is written twice; nothing is left unread at the end, gradients
     of a micro-batch without a step excepted; a wait names a started collective, and waits follow the order of starts
     on each communicator; a row's collective leaves before the weight gradients of its part start; the step is last.
+    A paired plan is proven over a step of two micro-batches.
     Raises PlanError at the first op that breaks one.
     """
+    if plan.paired:
+        plan = plan.with_ops(op for template in step_templates(plan, 2) for op in template)
     written: set[Value] = set()
     unread: dict[Value, int] = {}
     in_flight: dict[str, deque[Op]] = defaultdict(deque)
@@ -38,7 +42,7 @@ def validate(plan: Plan) -> None:
             written.add(value)
             unread[value] = position
         _check_collective(plan, position, op, in_flight[op.lane])
-        if op.kind is Kind.START:
+        if op.kind is Kind.START and op.collective == plan.slicing.leaving:
             left.add((op.phase, op.micro, op.part, op.row, op.col))
         if op.kind is Kind.WGRAD and plan.slicing.chain[op.part].backward_collective is not None:
             for row in plan.slicing.rows_of(op):
@@ -51,7 +55,8 @@ def validate(plan: Plan) -> None:
         if pending:
             raise _fault(plan, plan.ops.index(pending[0]), f"is never waited for on the {lane} link")
     for value, position in unread.items():
-        if value.name not in ("grad", "reduced") or plan.ops[-1].kind is Kind.STEP:
+        reduced = plan.ops[-1].kind is Kind.STEP and value.micro == plan.ops[-1].micro
+        if value.name != "grad" or reduced:
             raise _fault(plan, position, f"writes {_name(value)}, which nothing reads: leaked")
 
 

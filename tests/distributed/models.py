@@ -84,7 +84,7 @@ def plan_gradients(
 ) -> tuple[float, Gradients]:
     """Summed loss and unsharded gradients by the plan."""
     stack = float64_stack(model, mesh.tp)
-    plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH)
+    plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH, model.seq_length)
     executor = Executor(plan, stack, mesh, gradients, lambda: None, seed=seed, per_token_loss=per_token)
     for iteration in (1, 2):  # the second step must not see the first one's gradients
         loss = executor.run_step(micro_batches(mesh.dp), iteration)
@@ -100,7 +100,7 @@ def autograd_gradients(mesh: ParallelMesh, model: ModelConfig, per_token: bool =
     for batch in batches:
         samples = torch.arange(batch.sample_offset, batch.sample_offset + batch.size)
         key = DropoutKey(seed, torch.tensor(2), samples, torch.arange(batch.tokens.shape[0]))
-        row = batch.rows((batch.size,), dropout=key)[0]
+        row = batch.whole(dropout=key)
         loss = (stack.forward_row(row) * batch.loss_mask).sum()
         (loss / (tokens if per_token else batch.loss_mask.sum().clamp_min(1) * MICRO_BATCHES)).backward()
         total += loss.detach()

@@ -15,7 +15,8 @@ from domino_lm.parallel.collectives import Communicator, Pending
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor, Recorder
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK
-from domino_lm.schedule.plan import build_plan, serialize
+from domino_lm.schedule.passes import serialize
+from domino_lm.schedule.plan import build_plan
 from domino_lm.schedule.prepare import compare_plans, prepare_plan
 from tests.distributed.models import GPT, MICRO_BATCH, float64_stack, micro_batches, plan_gradients
 from tests.rank_pool import RankPool
@@ -26,7 +27,7 @@ ROWS2 = ScheduleConfig(schedule="domino", domino_row_slices=2)
 
 def build(mesh: ParallelMesh, on_step: Callable[[], None] = lambda: None) -> Executor:
     stack = float64_stack(GPT, mesh.tp)
-    plan, gradients = prepare_plan(stack, mesh, ROWS2, MICRO_BATCH)
+    plan, gradients = prepare_plan(stack, mesh, ROWS2, MICRO_BATCH, GPT.seq_length)
     return Executor(plan, stack, mesh, gradients, on_step)
 
 
@@ -86,7 +87,7 @@ def padded_losses(mesh: ParallelMesh, vocab_size: int, masked: bool) -> float:
     model = replace(GPT, vocab_size=vocab_size, mask_padded_vocab=masked)
     stack = float64_stack(model, mesh.tp)
     batch = micro_batches(mesh.dp, vocab_size)[0]
-    plan, gradients = prepare_plan(stack, mesh, ROWS2, MICRO_BATCH)
+    plan, gradients = prepare_plan(stack, mesh, ROWS2, MICRO_BATCH, GPT.seq_length)
     loss = Executor(plan, stack, mesh, gradients, lambda: None).run_step([batch], 1).loss_sum
     assert loss.item() == pytest.approx((stack.forward(batch) * batch.loss_mask).sum().item(), rel=1e-12)
     return loss.item()

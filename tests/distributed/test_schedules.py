@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,46 @@ from tests.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 LAYOUTS = {"tp1_dp1": (1, 1), "tp2_dp1": (2, 1), "tp1_dp2": (1, 2), "tp2_dp2": (2, 2)}
-SCHEDULES = {
-    "baseline": ScheduleConfig(schedule="baseline"),
-    **{f"rows{rows}": ScheduleConfig(schedule="domino", domino_row_slices=rows) for rows in (1, 2, 3, 4)},
-    "rows2_wgrad_together": ScheduleConfig(schedule="domino", domino_row_slices=2, domino_wgrad_rows="together"),
-    "rows3_small_buckets": ScheduleConfig(schedule="domino", domino_row_slices=3, ddp_bucket_size=3000),
-    "rows2_late_reduction": ScheduleConfig(schedule="domino", ddp_bucket_size=3000, overlap_grad_reduce=False),
+
+
+def domino(rows: int, columns: int = 1, **settings: Any) -> ScheduleConfig:
+    return ScheduleConfig(schedule="domino", domino_row_slices=rows, domino_column_slices=columns, **settings)
+
+
+ROWS = {"baseline": ScheduleConfig(schedule="baseline"), **{f"rows{rows}": domino(rows) for rows in (1, 2, 3, 4)}}
+CUTS = {
+    **ROWS,
+    "columns2": domino(1, 2),
+    "columns4": domino(1, 4),
+    "rows2_columns2": domino(2, 2),
+    "sequence2": domino(2, domino_row_dim="sequence"),
+    "sequence4": domino(4, domino_row_dim="sequence"),
+    "row_groups": domino(4, domino_pair="row-groups"),
+    "paired": domino(2, domino_pair="micro-batches"),
 }
+VARIANTS = {
+    "wgrad_together": domino(2, domino_wgrad_rows="together"),
+    "wgrad_deferred": domino(2, domino_defer_wgrad=True),
+    "small_buckets": domino(3, ddp_bucket_size=3000),
+    "late_reduction": domino(2, ddp_bucket_size=3000, overlap_grad_reduce=False),
+    "sequence3_columns2_wgrad_together": domino(3, 2, domino_row_dim="sequence", domino_wgrad_rows="together"),
+    "paired_single_row": domino(1, domino_pair="micro-batches"),
+    "recompute_first_layer": domino(2, recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform"},
+}
+COMBINATIONS = {
+    f"{cut}-{'sp' if sequence_parallel else 'tp'}-{kept}": replace(CUTS[cut], sequence_parallel=sequence_parallel, **RECOMPUTE[kept])
+    for cut in CUTS
+    for sequence_parallel in (False, True)
+    for kept in RECOMPUTE
+}
+# of the six combinations of each cut, every run takes two, in turn; all of them run under the marker
+COVERING = [name for i, name in enumerate(COMBINATIONS) if (i + i // 6) % 3 == 0]
+FOUR_RANKS = {name: replace(MODELS[name], num_attention_heads=8, num_query_groups=4) for name in MODELS}
 
 
 def differences(mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig, per_token: bool) -> tuple[float, float, float, float]:
@@ -37,7 +71,7 @@ def differences(mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+@pytest.mark.parametrize("schedule", [*ROWS.values(), *VARIANTS.values()], ids=[*ROWS, *VARIANTS])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_gradients_do_not_depend_on_schedule_or_layout(
     ranks: Ranks, model: ModelConfig, schedule: ScheduleConfig, layout: tuple[int, int]
@@ -47,10 +81,28 @@ def test_gradients_do_not_depend_on_schedule_or_layout(
         assert max(found) < 1e-12, found
 
 
+@pytest.mark.parametrize("name", COVERING)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_gradients_do_not_depend_on_cut_sequence_parallelism_and_recompute(ranks: Ranks, model: ModelConfig, name: str) -> None:
+    for found in ranks(2).run(differences, model, COMBINATIONS[name], False):
+        assert max(found) < 1e-12, found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_all_combinations_have_the_same_gradients(ranks: Ranks, model: str, tp: int, name: str) -> None:
+    config = FOUR_RANKS[model] if tp == 4 else MODELS[model]
+    for found in ranks(tp).run(differences, config, COMBINATIONS[name], False):
+        assert max(found) < 1e-12, found
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_per_token_objective_is_the_mean_over_the_global_batch(ranks: Ranks, layout: tuple[int, int]) -> None:
+@pytest.mark.parametrize("schedule", [VARIANTS["wgrad_together"], COMBINATIONS["paired-sp-full"]], ids=["rows2", "paired"])
+def test_per_token_objective_is_the_mean_over_the_global_batch(ranks: Ranks, schedule: ScheduleConfig, layout: tuple[int, int]) -> None:
     tp, dp = layout
-    for found in ranks(tp * dp).run(differences, MODELS["gpt"], SCHEDULES["rows2_wgrad_together"], True, tp=tp):
+    for found in ranks(tp * dp).run(differences, MODELS["gpt"], schedule, True, tp=tp):
         assert max(found) < 1e-12, found
 
 
@@ -58,7 +110,7 @@ def dropout_difference(mesh: ParallelMesh, model: ModelConfig, schedule: Schedul
     return worst_difference(plan_gradients(mesh, model, schedule, seed=7)[1], autograd_gradients(mesh, model, seed=7)[1])
 
 
-@pytest.mark.parametrize("schedule", [SCHEDULES["baseline"], SCHEDULES["rows3_small_buckets"]], ids=["baseline", "rows3"])
+@pytest.mark.parametrize("schedule", [CUTS["baseline"], VARIANTS["small_buckets"]], ids=["baseline", "rows3"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_backward_drops_what_forward_dropped(ranks: Ranks, model: ModelConfig, schedule: ScheduleConfig) -> None:
     dropped = replace(model, hidden_dropout=0.2, attention_dropout=0.1)
@@ -68,14 +120,17 @@ def test_backward_drops_what_forward_dropped(ranks: Ranks, model: ModelConfig, s
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_dropout_masks_depend_on_neither_schedule_nor_layout(ranks: Ranks, model: ModelConfig) -> None:
     dropped = replace(model, hidden_dropout=0.2, attention_dropout=0.1)
-    expected = ranks(1).run(plan_gradients, dropped, SCHEDULES["baseline"], False, 7, tp=1)[0][1]
+    expected = ranks(1).run(plan_gradients, dropped, CUTS["baseline"], False, 7, tp=1)[0][1]
     for tp, dp in LAYOUTS.values():
-        for name in ("baseline", "rows1", "rows2", "rows3", "rows4"):
-            found = ranks(tp * dp).run(plan_gradients, dropped, SCHEDULES[name], False, 7, tp=tp)[0][1]
+        for name, schedule in ROWS.items():
+            found = ranks(tp * dp).run(plan_gradients, dropped, schedule, False, 7, tp=tp)[0][1]
             assert worst_difference(found, expected) < 1e-12, (tp, dp, name)
+    for name in ("columns2-sp-keep", "rows2_columns2-tp-full", "sequence4-tp-keep", "sequence2-sp-full", "paired-sp-selective"):
+        found = ranks(2).run(plan_gradients, dropped, COMBINATIONS[name], False, 7)[0][1]
+        assert worst_difference(found, expected) < 1e-12, name
 
 
 def test_dropout_masks_change_from_step_to_step_and_with_the_seed(ranks: Ranks) -> None:
     dropped = replace(MODELS["gpt"], hidden_dropout=0.2)
-    first, second = (ranks(1).run(plan_gradients, dropped, SCHEDULES["baseline"], False, seed, tp=1)[0][1] for seed in (1, 2))
+    first, second = (ranks(1).run(plan_gradients, dropped, CUTS["baseline"], False, seed, tp=1)[0][1] for seed in (1, 2))
     assert worst_difference(first, second) > 1e-3

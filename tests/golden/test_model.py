@@ -44,7 +44,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def forward_differences(mesh: ParallelMesh, kind: str) -> tuple[float, float]:
     golden = load_arrays(f"{kind}_tp1")
     stack, batch = golden_stack(kind, mesh)
-    local = stack.head.logits(stack.hidden_states(batch.rows((batch.size,))[0]))  # [s, b, v/t]
+    local = stack.head.logits(stack.hidden_states(batch.whole()))  # [s, b, v/t]
     logits = torch.cat(mesh.tp.all_gather_object(local), -1)  # [s, b, v]
     losses = stack.forward(batch)
     return difference(logits.transpose(0, 1), golden["logits"]), difference(losses.t(), golden["per_token_loss"])
@@ -61,7 +61,7 @@ def test_logits_and_losses_equal_megatrons(ranks: Ranks, kind: str, tp: int) -> 
 def gradient_differences(mesh: ParallelMesh, kind: str, schedule: ScheduleConfig) -> tuple[float, dict[str, float]]:
     golden = load_arrays(f"{kind}_tp1")
     stack, batch = golden_stack(kind, mesh)
-    plan, gradients = prepare_plan(stack, mesh, schedule, batch.size)
+    plan, gradients = prepare_plan(stack, mesh, schedule, batch.size, 32)
     loss = Executor(plan, stack, mesh, gradients, lambda: None).run_step([batch], 1)
     found = unsharded(stack, mesh.tp, [parameter.main_grad for parameter in stack.parameters()])
     assert found.keys() == golden["grads"].keys()

@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from domino_lm.schedule.ops import Kind, Op, dataflow, transformer_chain
-from domino_lm.schedule.plan import Plan, build_plan, cut, last_writers, reduce_gradients, serialize, wgrad_each_row, without_reduction
+from domino_lm.schedule.ops import Kind, Op, Value, dataflow, transformer_chain
+from domino_lm.schedule.passes import (
+    defer_wgrad,
+    last_writers,
+    pair_micro_batches,
+    recompute,
+    reduce_gradients,
+    serialize,
+    step_templates,
+    without_reduction,
+)
+from domino_lm.schedule.plan import Plan, build_plan, cut, wgrad_each_row
 from domino_lm.schedule.validate import PlanError, validate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
+COMPUTES = (Kind.BODY, Kind.TAIL, Kind.LOCAL, Kind.LOSS, Kind.WGRAD)
+
+
+def with_step(plan: Plan, buckets: int = 1, overlap: bool = True, replica: bool = False) -> Plan:
+    """The plan with its parts' gradients in ``buckets``, and with ``replica`` one more that TP ranks sum."""
+    writers = last_writers(plan)
+    order = sorted(writers, key=lambda part: writers[part])
+    bounds = [len(order) * i // buckets for i in range(buckets + 1)]
+    groups: list[list[int]] = [order[bounds[i] : bounds[i + 1]] for i in range(buckets)]
+    groups += [[part for part in order if part % 2]] if replica else []
+    return reduce_gradients(plan, [group for group in groups if group], overlap, [len(groups) - 1] if replica else [])
 
 
 def full_plan(layers: int, rows: int, cols: int, each_row: bool, buckets: int, overlap: bool = True) -> Plan:
     plan = build_plan(transformer_chain(layers), cut(rows + 1, rows), cols)
-    plan = wgrad_each_row(plan) if each_row else plan
-    writers = last_writers(plan)
-    order = sorted(writers, key=lambda part: writers[part])
-    bounds = [len(order) * i // buckets for i in range(buckets + 1)]
-    return reduce_gradients(plan, [order[bounds[i] : bounds[i + 1]] for i in range(buckets)], overlap)
+    return with_step(wgrad_each_row(plan) if each_row else plan, buckets, overlap)
 
 
 plans = st.builds(
     full_plan,
-    layers=st.integers(0, 4),
-    rows=st.integers(1, 5),
+    layers=st.integers(0, 3),
+    rows=st.integers(1, 4),
     cols=st.integers(1, 3),
     each_row=st.booleans(),
     buckets=st.integers(1, 3),
@@ -35,11 +53,98 @@ plans = st.builds(
 )
 
 
-@given(plans)
+@st.composite
+def all_plans(draw: st.DrawFn) -> Plan:
+    """Any combination of cuts and passes that flags can ask for."""
+    layers, rows, cols = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    sequence_rows, sequence_parallel = draw(st.booleans()), draw(st.booleans())
+    groups = 2 if not sequence_rows and rows >= 2 and draw(st.booleans()) else 1
+    plan = build_plan(
+        transformer_chain(layers),
+        cut(rows + 1, rows),
+        cols,
+        sequence_rows=sequence_rows,
+        sequence_parallel=sequence_parallel,
+        row_groups=groups,
+    )
+    plan = wgrad_each_row(plan) if draw(st.booleans()) else plan
+    plan = defer_wgrad(plan, draw(st.integers(1, 2))) if draw(st.booleans()) else plan
+    inner = list(range(2, 4 * layers + 1, 2))
+    full = draw(st.sets(st.sampled_from(inner)))
+    core = draw(st.sets(st.sampled_from(inner))) - full
+    plan = recompute(plan, full, core) if full | core else plan
+    plan = pair_micro_batches(plan) if groups == 1 and draw(st.booleans()) else plan
+    return with_step(plan, draw(st.integers(1, 3)), draw(st.booleans()), replica=sequence_parallel)
+
+
+@given(all_plans())
 def test_every_plan_is_sound_with_and_without_the_steps_end(plan: Plan) -> None:
     validate(plan)
     validate(without_reduction(plan))
-    validate(serialize(plan))
+    if not plan.paired:
+        validate(serialize(plan))
+
+
+@given(all_plans(), st.integers(1, 5))
+def test_every_micro_batch_of_a_step_is_computed_once(plan: Plan, micro_batches: int) -> None:
+    ops = [op for template in step_templates(plan, micro_batches) for op in template]
+    once = {op._replace(micro=0) for op in plan.ops if op.phase != "S"}
+    counts = Counter(op._replace(micro=0) for op in ops if op.phase != "S")
+    assert counts == dict.fromkeys(once, micro_batches)
+    assert [op.kind for op in ops].count(Kind.STEP) == 1
+    assert ops[-1].kind is Kind.STEP
+
+
+@given(all_plans())
+def test_passes_move_work_but_neither_add_nor_drop_any(plan: Plan) -> None:
+    rows, last = plan.slicing.rows, plan.slicing.last
+    wgrads = [(op.part, row) for op in plan.ops if op.kind is Kind.WGRAD for row in plan.slicing.rows_of(op)]
+    assert sorted(wgrads) == [(part, row) for part in range(0, last + 1, 2) for row in range(rows)]
+    rebuilt = [(op.part, op.row) for op in plan.ops if op.kind is Kind.RECOMPUTE]
+    full, core = plan.slicing.recompute_full, plan.slicing.recompute_core
+    assert sorted(rebuilt) == [(p, r) for p in sorted(full | core | {part - 1 for part in full}) for r in range(rows)]
+
+
+def dependents(ops: tuple[Op, ...], wait: int, plan: Plan) -> list[Op]:
+    """Compute ops behind a wait, of its micro-batch and row group, that had all they read before it."""
+    written: set[Value] = {value for op in ops[:wait] for value in dataflow(op, plan.slicing)[1]}
+    started = {op for op in ops[:wait] if op.kind is Kind.START}
+    ready = []
+    for op in ops[wait + 1 :]:
+        may_move = op.kind in COMPUTES and op.micro == ops[wait].micro and set(dataflow(op, plan.slicing)[0]) <= written
+        if may_move and op.kind is Kind.WGRAD:  # a weight gradient starts after its rows' collectives have left
+            leaves = [s for s in ops if s.kind is Kind.START and s.collective == plan.slicing.leaving and s.phase == "B"]
+            may_move = all(s in started for s in leaves if s.part == op.part and s.row in plan.slicing.rows_of(op))
+        if may_move:
+            ready.append(op)
+    return ready
+
+
+@st.composite
+def plans_that_overlap(draw: st.DrawFn) -> Plan:
+    layers, rows, cols = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    plan = build_plan(
+        transformer_chain(layers),
+        cut(rows + 1, rows),
+        cols,
+        sequence_rows=draw(st.booleans()),
+        sequence_parallel=draw(st.booleans()),
+    )
+    plan = wgrad_each_row(plan) if draw(st.booleans()) else plan
+    inner = list(range(2, 4 * layers + 1, 2))
+    full = draw(st.sets(st.sampled_from(inner)))
+    return recompute(plan, full) if full else plan
+
+
+@settings(max_examples=60)
+@given(plans_that_overlap())
+def test_no_wait_blocks_work_that_was_ready(plan: Plan) -> None:
+    for position, op in enumerate(plan.ops):
+        if op.kind is Kind.WAIT:
+            ready = dependents(plan.ops, position, plan)
+            if plan.slicing.sequence_parallel:  # another row lands between BODY and TAIL, so that its gather has the TAIL to hide behind
+                ready = [other for other in ready if other.kind is not Kind.TAIL]
+            assert not ready, f"{op} blocks {', '.join(map(str, ready))}"
 
 
 @given(plans)
@@ -109,10 +214,9 @@ def test_an_op_moved_before_what_it_reads_is_refused_and_shown(plan: Plan, data:
 def test_waits_out_of_the_order_of_starts_are_refused() -> None:
     plan = full_plan(1, 2, 1, False, 1)
     ops = list(plan.ops)
-    waits = [i for i, op in enumerate(ops) if op.kind is Kind.WAIT and op.collective == "statistics"]
-    starts_and_losses = ops[waits[0] : waits[1] + 2]
-    ops[waits[0] : waits[1] + 2] = starts_and_losses[2:] + starts_and_losses[:2]
-    with pytest.raises(PlanError, match=r"waits out of order: the oldest in flight is m0 startF6\.0:statistics"):
+    first = ops.index(Op.parse("m0 waitF2.0"))
+    ops.insert(first, ops.pop(ops.index(Op.parse("m0 waitF2.1"))))
+    with pytest.raises(PlanError, match=r"m0 waitF2\.1, waits out of order: the oldest in flight is m0 startF2\.0"):
         validate(plan.with_ops(ops))
 
 
@@ -139,7 +243,7 @@ def test_pieces_differ_by_one_at_most(size: int, pieces: int, expected: tuple[in
 
 @pytest.mark.parametrize(("size", "pieces"), [(2, 3), (4, 0), (0, 1)])
 def test_empty_pieces_are_refused(size: int, pieces: int) -> None:
-    with pytest.raises(ValueError, match="pieces that each hold something"):
+    with pytest.raises(ValueError, match="that each hold something"):
         cut(size, pieces)
 
 
@@ -149,13 +253,35 @@ def test_what_is_no_op_is_refused(text: str) -> None:
         Op.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        ("baseline", full_plan(2, 1, 1, False, 1)),
-        ("rows2", full_plan(2, 2, 1, False, 2)),
-        ("rows2_wgrad_each", full_plan(2, 2, 1, True, 2)),
-    ],
-)
-def test_two_layers_are_planned_as_reviewed(name: str, plan: Plan) -> None:
-    assert str(plan) + "\n" == (GOLDEN / f"{name}.txt").read_text()
+def paired_text(plan: Plan) -> str:
+    return "\n--\n".join("\n".join(map(str, template)) for template in step_templates(plan, 3))
+
+
+def reviewed_plans() -> dict[str, str]:
+    """Two layers under every schedule, as text; ``python -m tests.unit.test_plan`` writes the files anew."""
+    chain, first_layer = transformer_chain(2), (2, 4)
+    plans = {
+        "baseline": build_plan(chain),
+        "rows2": with_step(build_plan(chain, (1, 1)), 2),
+        "rows2_wgrad_each": wgrad_each_row(build_plan(chain, (1, 1))),
+        "columns2": build_plan(chain, (1,), 2),
+        "rows2_columns2": build_plan(chain, (1, 1), 2),
+        "sequence_rows3": wgrad_each_row(build_plan(chain, (4, 4, 4), sequence_rows=True)),
+        "rows2_sequence_parallel": with_step(build_plan(chain, (1, 1), sequence_parallel=True), replica=True),
+        "row_groups": build_plan(chain, (1, 1, 1, 1), row_groups=2),
+        "rows2_wgrad_deferred": defer_wgrad(wgrad_each_row(build_plan(chain, (1, 1)))),
+        "rows2_recompute": recompute(build_plan(chain, (1, 1)), full=first_layer),
+        "sequence_parallel_recompute": recompute(build_plan(chain, sequence_parallel=True), full=first_layer),
+    }
+    texts = {name: str(plan) for name, plan in plans.items()}
+    return {**texts, "paired": paired_text(pair_micro_batches(with_step(build_plan(chain, (1, 1)))))}
+
+
+@pytest.mark.parametrize("name", reviewed_plans())
+def test_two_layers_are_planned_as_reviewed(name: str) -> None:
+    assert reviewed_plans()[name] + "\n" == (GOLDEN / f"{name}.txt").read_text()
+
+
+if __name__ == "__main__":
+    for plan_name, text in reviewed_plans().items():
+        (GOLDEN / f"{plan_name}.txt").write_text(text + "\n")

@@ -1,0 +1,167 @@
+"""Passes: each turns a plan into another that computes the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from domino_lm.schedule.ops import ALL_ROWS, Kind, Op
+from domino_lm.schedule.plan import Plan, in_issue_order, interleave
+
+
+def serialize(plan: Plan) -> Plan:
+    """Redeem each tensor-parallel collective right after it started: no overlap at all, for comparison."""
+
+    def ops() -> Iterator[Op]:
+        for op in plan.ops:
+            if op.kind is Kind.WAIT and op.phase != "S":
+                continue
+            yield op
+            if op.kind is Kind.START and op.phase != "S":
+                yield op._replace(kind=Kind.WAIT)
+
+    return plan.with_ops(ops())
+
+
+def defer_wgrad(plan: Plan, parts: int = 1) -> Plan:
+    """Hold each part's weight gradients back to fill later waits: one runs before each wait, ``parts`` parts later on.
+
+    Costs the saved inputs of the held GEMMs meanwhile. What is still held runs at the end of backward.
+    """
+    held: deque[Op] = deque()
+
+    def ops() -> Iterator[Op]:
+        end = max(i for i, op in enumerate(plan.ops) if op.phase == "B")
+        for position, op in enumerate(plan.ops):
+            if op.kind is Kind.WGRAD:
+                held.append(op)
+            else:
+                if op.kind is Kind.WAIT and op.phase == "B" and held and held[0].part >= op.part + 2 * parts:
+                    yield held.popleft()
+                yield op
+            if position == end:
+                yield from held
+                held.clear()
+
+    return plan.with_ops(ops())
+
+
+def recompute(plan: Plan, full: Iterable[int] = (), core: Iterable[int] = ()) -> Plan:
+    """Keep less in forward, and rebuild it before backward needs it; ``full`` and ``core`` name sharded parts.
+
+    A ``full`` part keeps only the residual stream before its norm, a ``core`` part what its GEMMs need. No collective of
+    the model is repeated; under sequence parallelism the part's input is gathered before it is rebuilt instead of after.
+    A row is rebuilt before the wait for its gradient, so that rebuilding fills the wait.
+    """
+    slicing = replace(plan.slicing, recompute_full=frozenset(full), recompute_core=frozenset(core))
+    assert not slicing.recompute_full & slicing.recompute_core, "a part is recomputed fully or at its core, not both"
+    rebuilt = slicing.recompute_full | slicing.recompute_core
+    assert rebuilt <= set(range(2, slicing.last, 2)), f"parts {sorted(rebuilt)}: only what lies between embedding and head is recomputed"
+    if slicing.sequence_parallel:
+        return Plan(tuple(in_issue_order(_recompute_gathered(plan, slicing.recompute_full, slicing.recompute_core), slicing)), slicing)
+
+    def ops() -> Iterator[Op]:
+        for op in plan.ops:
+            part = op.part - 2  # the part that a wait in backward lets go on
+            if op.kind is Kind.WAIT and op.phase == "B" and op.col == 0 and part in rebuilt:
+                if part in slicing.recompute_full:
+                    yield op._replace(kind=Kind.RECOMPUTE, part=part - 1)
+                yield op._replace(kind=Kind.RECOMPUTE, part=part)
+            yield op
+
+    return Plan(tuple(ops()), slicing, plan.paired)
+
+
+def _recompute_gathered(plan: Plan, full: frozenset[int], core: frozenset[int]) -> Iterator[Op]:
+    """Under sequence parallelism: norm and gather right behind the gradient's own gather, the part before its BODY."""
+    for op in plan.ops:
+        again = op.part in full and op.phase == "B"
+        if again and op.collective == "gather_input":
+            continue
+        if again and op.kind is Kind.BODY:
+            yield Op(Kind.WAIT, "B", op.part, op.row, micro=op.micro, collective="gather_input")
+        if op.kind is Kind.BODY and op.phase == "B" and op.part in full | core:
+            yield Op(Kind.RECOMPUTE, "B", op.part, op.row, micro=op.micro)
+        yield op
+        if again and op.kind is Kind.START and op.collective == "all_gather":
+            yield Op(Kind.RECOMPUTE, "B", op.part - 1, op.row, micro=op.micro)
+            yield Op(Kind.START, "B", op.part, op.row, micro=op.micro, collective="gather_input")
+
+
+def last_writers(plan: Plan) -> dict[int, int]:
+    """Position of the last op that writes a gradient of each part."""
+    writes_gradient = (Kind.WGRAD, Kind.LOCAL)
+    return {op.part: i for i, op in enumerate(plan.ops) if op.phase == "B" and op.kind in writes_gradient}
+
+
+def reduce_gradients(plan: Plan, buckets: Sequence[Iterable[int]], overlap: bool = True, replica_buckets: Iterable[int] = ()) -> Plan:
+    """Reduce each gradient bucket over data-parallel ranks, then step.
+
+    ``buckets[i]`` names the parts that bucket i holds gradients of. A reduction starts right after the last op that
+    writes one of them, or after the whole backward without ``overlap``; buckets must be in the order of those ops.
+    ``replica_buckets`` hold gradients that each tensor-parallel rank computed from its share of the tokens; they are
+    summed over these ranks first, and must come last.
+    """
+    slicing = replace(
+        plan.slicing, buckets=tuple(frozenset(parts) for parts in buckets), replica_buckets=frozenset(replica_buckets)
+    )
+    writers = last_writers(plan)
+    ready = [max(writers[part] for part in parts) for parts in slicing.buckets]
+    in_backward = [after for bucket, after in enumerate(ready) if bucket not in slicing.replica_buckets]
+    assert in_backward == sorted(in_backward), f"buckets complete in the order {in_backward}; waits must follow the order of starts"
+    start_after = ready if overlap else [len(plan.ops) - 1] * len(ready)
+
+    def ops() -> Iterator[Op]:
+        for position, op in enumerate(plan.ops):
+            yield op
+            for bucket, after in enumerate(start_after):
+                if after == position and bucket not in slicing.replica_buckets:
+                    yield Op(Kind.START, "S", bucket, ALL_ROWS, micro=micro)
+        for bucket in sorted(slicing.replica_buckets):
+            summed = Op(Kind.START, "S", bucket, ALL_ROWS, micro=micro, collective="replica_sum")
+            yield summed
+            yield summed._replace(kind=Kind.WAIT)
+            yield Op(Kind.START, "S", bucket, ALL_ROWS, micro=micro)
+        for bucket in range(len(ready)):
+            yield Op(Kind.WAIT, "S", bucket, ALL_ROWS, micro=micro)
+        yield Op(Kind.STEP, "S", 0, ALL_ROWS, micro=micro)
+
+    micro = 0
+    return Plan(tuple(ops()), slicing, plan.paired)
+
+
+def without_reduction(plan: Plan) -> Plan:
+    """The same micro-batch as one that is not the step's last: no data-parallel reduction, no optimizer."""
+    return plan.with_ops(op for op in plan.ops if op.phase != "S")
+
+
+def pair_micro_batches(plan: Plan) -> Plan:
+    """Run the forward of each micro-batch in turn with the backward of the one before; see `step_templates`.
+
+    Costs the activations of one more micro-batch.
+    """
+    return replace(plan, paired=True)
+
+
+def step_templates(plan: Plan, micro_batches: int) -> list[tuple[Op, ...]]:
+    """The ops of a step as the stretches that it consists of; equal ones are equal tuples.
+
+    Unpaired: the plan without the step's end for each micro-batch but the last, which has it. Paired: the first
+    forward; backward of one micro-batch in turn with forward of the next, their coordinates alternating between 0 and
+    1; the last backward and the step's end.
+    """
+    inner = without_reduction(plan).ops
+    if not plan.paired or micro_batches == 1:
+        return [inner] * (micro_batches - 1) + [plan.ops]
+    forward = [op for op in inner if op.phase == "F"]
+    backward, end = [op for op in inner if op.phase == "B"], [op for op in plan.ops if op.phase != "F"]
+
+    def of(ops: Sequence[Op], micro: int) -> list[Op]:
+        return [op._replace(micro=micro % 2) for op in ops]
+
+    pairs = [
+        tuple(in_issue_order(interleave(of(backward, micro - 1), of(forward, micro)), plan.slicing)) for micro in range(1, min(micro_batches, 3))
+    ]
+    steady = [pairs[(micro - 1) % 2] for micro in range(1, micro_batches)]
+    return [tuple(forward), *steady, tuple(of(end, micro_batches - 1))]
