@@ -40,7 +40,7 @@ def _number_faults(run: RunConfig) -> Iterator[str]:
         "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
         "max_position_embeddings rotary_base norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by",
         "parallel": "tensor_model_parallel_size distributed_timeout_minutes",
-        "schedule": "domino_row_slices ddp_bucket_size",
+        "schedule": "domino_row_slices domino_column_slices recompute_num_layers ddp_bucket_size",
         "optimizer": "lr lr_decay_iters adam_eps",
         "training": "micro_batch_size global_batch_size train_iters exit_interval",
         "checkpoint": "save_interval",
@@ -116,14 +116,55 @@ def _model_faults(model: ModelConfig, tp: int) -> Iterator[str]:
 
 
 def _schedule_faults(run: RunConfig) -> Iterator[str]:
-    """Rows that there are no sequences for."""
-    rows, micro = run.schedule.domino_row_slices, run.training.micro_batch_size
-    if rows is None:
-        return
-    if run.schedule.schedule == "baseline" and rows > 1:
-        yield f"--domino-row-slices {rows} contradicts --schedule baseline, which cuts nothing; leave one of them out."
-    if rows > micro:
-        yield f"--domino-row-slices {rows} asks for more rows than --micro-batch-size {micro} has sequences; use at most {micro}."
+    """Cuts that do not fit what they cut, and settings of a schedule that is not on."""
+    schedule, micro, tp = run.schedule, run.training.micro_batch_size, run.parallel.tensor_model_parallel_size
+    rows, columns, along = schedule.rows(micro, tp), schedule.domino_column_slices, schedule.row_dim(micro)
+    if schedule.schedule == "baseline":
+        cuts = {"domino_row_slices": 1, "domino_column_slices": 1, "domino_row_dim": None, "domino_pair": None}
+        given = [name for name, nothing in cuts.items() if getattr(schedule, name) not in (None, nothing)]
+        if given:
+            yield f"{_flag(given[0])} {getattr(schedule, given[0])} contradicts --schedule baseline, which cuts nothing; leave one out."
+            return
+    yield from _row_faults(run, rows, along)
+    if run.model.hidden_size % columns:
+        yield (
+            f"--domino-column-slices {columns} does not divide --hidden-size {run.model.hidden_size}; "
+            f"use {_either(_divisors(run.model.hidden_size)[:8])}."
+        )
+    if schedule.domino_pair == "row-groups" and (along == "sequence" or rows < 2):
+        yield (
+            f"--domino-pair row-groups needs two groups of sequences, but --micro-batch-size {micro} gives {rows} row(s) along the "
+            f"{along}; raise it to 2 or more, or use --domino-pair micro-batches."
+        )
+    yield from _recompute_faults(run)
+
+
+def _row_faults(run: RunConfig, rows: int, along: str) -> Iterator[str]:
+    """Rows that there are no sequences or tokens for."""
+    micro, length, tp = run.training.micro_batch_size, run.model.seq_length, run.parallel.tensor_model_parallel_size
+    if along == "batch" and rows > micro:
+        yield (
+            f"--domino-row-slices {rows} asks for more rows than --micro-batch-size {micro} has sequences; use at most {micro}, "
+            "or cut along the sequence with --domino-row-dim sequence."
+        )
+    unit = tp if run.schedule.sequence_parallel else 1
+    if length % unit:
+        yield f"--sequence-parallel cuts --seq-length {length} over {tp} ranks; make it a multiple of {tp}."
+    elif along == "sequence" and rows > length // unit:
+        yield f"{rows} rows along the sequence do not fit --seq-length {length}; use --domino-row-slices {length // unit} or fewer."
+
+
+def _recompute_faults(run: RunConfig) -> Iterator[str]:
+    """Recompute settings that say nothing or too little."""
+    schedule, layers = run.schedule, run.model.num_layers
+    if schedule.recompute_granularity != "full":
+        given = [name for name in ("recompute_method", "recompute_num_layers") if getattr(schedule, name) is not None]
+        if given:
+            yield f"{_flag(given[0])} belongs to --recompute-granularity full; give that, or leave it out."
+    elif schedule.recompute_method is None:
+        yield "--recompute-granularity full needs --recompute-method uniform (all layers) or block (the first --recompute-num-layers)."
+    elif schedule.recompute_method == "block" and not 1 <= (schedule.recompute_num_layers or 0) <= layers:
+        yield f"--recompute-method block needs --recompute-num-layers from 1 to {layers}, the number of layers."
 
 
 def _data_faults(run: RunConfig) -> Iterator[str]:

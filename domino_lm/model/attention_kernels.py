@@ -18,15 +18,15 @@ def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask
     True where a query must not look; None is causal.
     """
     if len(keys) > 1 and mask is None and query.device.type == "cpu":
-        return PrefixAttention.apply(query, *keys, *values)  # type: ignore[no-any-return]
+        return PrefixAttention.apply(query, *keys, *values)
     key, value = (blocks[0] if len(blocks) == 1 else torch.cat(list(blocks), 2) for blocks in (keys, values))
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    grouped = query.shape[1] != key.shape[1]
+    allowed: Tensor | None = None
     if mask is not None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=~mask, **grouped)
-    if len(keys) == 1:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **grouped)
-    # is_causal would align the first query with the first key, and be silently wrong for a later row
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(query.shape[2], key.shape[2]), **grouped)
+        allowed = ~mask
+    elif len(keys) > 1:  # is_causal would align the first query with the first key, and be silently wrong for a later row
+        allowed = causal_lower_right(query.shape[2], key.shape[2])
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, is_causal=allowed is None, enable_gqa=grouped)
 
 
 class PrefixAttention(torch.autograd.Function):

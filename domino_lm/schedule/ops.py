@@ -307,7 +307,5 @@ def _step_flow(op: Op, slicing: Slicing) -> Flow:
         return (_in_flight(op),), (summed if op.collective == "replica_sum" else Value("reduced", "S", bucket, micro=op.micro),)
     if op.kind is not Kind.START:
         raise ValueError(f"{op} has no meaning: {op.kind} does not exist in phase S")
-    grads = tuple(
-        Value("grad", "B", part, row, micro=op.micro) for part in sorted(slicing.buckets[bucket]) for row in range(slicing.rows)
-    )
+    grads = tuple(Value("grad", "B", part, row, micro=op.micro) for part in sorted(slicing.buckets[bucket]) for row in range(slicing.rows))
     return (summed,) if bucket in slicing.replica_buckets and op.collective != "replica_sum" else grads, (_in_flight(op),)

@@ -103,9 +103,7 @@ def reduce_gradients(plan: Plan, buckets: Sequence[Iterable[int]], overlap: bool
     ``replica_buckets`` hold gradients that each tensor-parallel rank computed from its share of the tokens; they are
     summed over these ranks first, and must come last.
     """
-    slicing = replace(
-        plan.slicing, buckets=tuple(frozenset(parts) for parts in buckets), replica_buckets=frozenset(replica_buckets)
-    )
+    slicing = replace(plan.slicing, buckets=tuple(frozenset(parts) for parts in buckets), replica_buckets=frozenset(replica_buckets))
     writers = last_writers(plan)
     ready = [max(writers[part] for part in parts) for parts in slicing.buckets]
     in_backward = [after for bucket, after in enumerate(ready) if bucket not in slicing.replica_buckets]
@@ -161,7 +159,8 @@ def step_templates(plan: Plan, micro_batches: int) -> list[tuple[Op, ...]]:
         return [op._replace(micro=micro % 2) for op in ops]
 
     pairs = [
-        tuple(in_issue_order(interleave(of(backward, micro - 1), of(forward, micro)), plan.slicing)) for micro in range(1, min(micro_batches, 3))
+        tuple(in_issue_order(interleave(of(backward, micro - 1), of(forward, micro)), plan.slicing))
+        for micro in range(1, min(micro_batches, 3))
     ]
     steady = [pairs[(micro - 1) % 2] for micro in range(1, micro_batches)]
     return [tuple(forward), *steady, tuple(of(end, micro_batches - 1))]

@@ -78,7 +78,7 @@ class Trainer:
         self.batch_size = global_batch_size(run, mesh.world.size)
         self.num_micro_batches = self.batch_size // (run.training.micro_batch_size * data_parallel_size(run, mesh.world.size))
         self.optimizer = Optimizer(stack.parameters(), run.optimizer, mesh.tp)
-        self.plan, gradients = prepare_plan(stack, mesh, run.schedule, run.training.micro_batch_size)
+        self.plan, gradients = prepare_plan(stack, mesh, run.schedule, run.training.micro_batch_size, run.model.seq_length)
         self.executor = Executor(
             self.plan,
             stack,
@@ -313,20 +313,18 @@ class Trainer:
 def schedule_reason(run: RunConfig, tp_size: int) -> str:
     """Which schedule runs, in words, and why."""
     micro, kind = run.training.micro_batch_size, run.schedule.resolved(tp_size)
-    rows = cut(micro, run.schedule.rows(micro, tp_size))
-    if len(rows) > 1:
-        sizes = " + ".join(map(str, rows))
-        return f"{kind}, {len(rows)} rows of {sizes} sequences: the all-reduce of one row travels while the others compute"
+    rows, along = run.schedule.rows(micro, tp_size), run.schedule.row_dim(micro)
+    if rows > 1:
+        sizes = cut(micro, rows) if along == "batch" else cut(run.model.seq_length, rows, tp_size if run.schedule.sequence_parallel else 1)
+        what = f"{rows} rows of {' + '.join(map(str, sizes))} {'sequences' if along == 'batch' else 'tokens'}"
+        return f"{kind}, {what}: the all-reduce of one row travels while the others compute"
+    if run.schedule.domino_column_slices > 1:
+        return f"{kind}, {run.schedule.domino_column_slices} column blocks: each is reduced while the next is computed"
     if run.schedule.schedule == "baseline":
         return "baseline, as --schedule says: Megatron's order, nothing is cut"
     if tp_size == 1:
         return "baseline: one tensor-parallel rank has no all-reduce to hide (--domino-row-slices cuts all the same)"
-    why = (
-        "as --domino-row-slices says"
-        if run.schedule.domino_row_slices
-        else f"since a micro-batch of {micro} sequence cannot be cut into rows"
-    )
-    return f"domino with a single row, {why}: it hides next to nothing"
+    return "domino with a single row, as the flags say: it hides next to nothing"
 
 
 def parameter_count(stack: Stack) -> int:
