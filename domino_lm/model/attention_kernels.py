@@ -47,15 +47,16 @@ class PrefixAttention(torch.autograd.Function):
         prefix, prefix_lse = kernel(query, prefix_key, prefix_value, 0.0, False)
         lse = torch.logaddexp(own_lse, prefix_lse)
         out: Tensor = prefix + (own - prefix) * (own_lse - lse).exp_().unsqueeze(-1).to(own.dtype)
-        ctx.save_for_backward(query, key, value, prefix_key, prefix_value, out, lse)
-        ctx.lengths = [block.shape[2] for block in blocks[: half - 1]]
+        ctx.save_for_backward(query, out, lse, *blocks)  # earlier rows hold their blocks anyway; their concatenation would be more
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, prefix_key, prefix_value, out, lse = ctx.saved_tensors
+        query, out, lse, *blocks = ctx.saved_tensors
+        half = len(blocks) // 2
+        prefix_key, prefix_value = torch.cat(blocks[: half - 1], 2), torch.cat(blocks[half:-1], 2)
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        d_query, d_key, d_value = kernel(d_out, query, key, value, out, lse, 0.0, True)
+        d_query, d_key, d_value = kernel(d_out, query, blocks[half - 1], blocks[-1], out, lse, 0.0, True)
         d_query_prefix, *d_prefix = kernel(d_out, query, prefix_key, prefix_value, out, lse, 0.0, False)
-        d_prefix_keys, d_prefix_values = (d.split(ctx.lengths, 2) for d in d_prefix)
+        d_prefix_keys, d_prefix_values = (d.split([block.shape[2] for block in blocks[: half - 1]], 2) for d in d_prefix)
         return (d_query.add_(d_query_prefix), *d_prefix_keys, d_key, *d_prefix_values, d_value)

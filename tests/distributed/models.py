@@ -68,33 +68,46 @@ def global_samples(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:], mask
 
 
-def micro_batches(dp: Communicator, vocab_size: int = 97) -> list[MicroBatch]:
-    """This rank's share of the step: micro-step m of rank r takes samples from (m * DP + r) * b."""
+def micro_batches(dp: Communicator, vocab_size: int = 97, documents: bool = False) -> list[MicroBatch]:
+    """This rank's share of the step: micro-step m of rank r takes samples from (m * DP + r) * b.
+
+    With ``documents`` every fifth token ends a document: positions restart, and attention does not reach across.
+    """
     tokens, labels, mask = (t.t().contiguous() for t in global_samples(vocab_size))  # [s, samples]
     batches = []
     for micro in range(MICRO_BATCHES // dp.size):
         first = (micro * dp.size + dp.rank) * MICRO_BATCH
         piece = slice(first, first + MICRO_BATCH)
         batches.append(MicroBatch(*(t[:, piece].contiguous() for t in (tokens, labels, mask)), sample_offset=first))
-    return batches
+    return [_in_documents(batch) for batch in batches] if documents else batches
+
+
+def _in_documents(batch: MicroBatch) -> MicroBatch:
+    length, samples = batch.tokens.shape
+    place = (torch.arange(length)[:, None] + torch.arange(samples)) % 5  # [s, b]
+    document = (place == 0).cumsum(0).t()  # [b, s]
+    other = document[:, :, None] != document[:, None, :]
+    return replace(batch, position_ids=place, attention_mask=(other | torch.ones(length, length, dtype=torch.bool).triu(1))[:, None])
 
 
 def plan_gradients(
-    mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig, per_token: bool = False, seed: int = 0
+    mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig, per_token: bool = False, seed: int = 0, documents: bool = False
 ) -> tuple[float, Gradients]:
     """Summed loss and unsharded gradients by the plan."""
     stack = float64_stack(model, mesh.tp)
     plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH, model.seq_length)
     executor = Executor(plan, stack, mesh, gradients, lambda: None, seed=seed, per_token_loss=per_token)
     for iteration in (1, 2):  # the second step must not see the first one's gradients
-        loss = executor.run_step(micro_batches(mesh.dp), iteration)
+        loss = executor.run_step(micro_batches(mesh.dp, documents=documents), iteration)
     return mesh.dp.all_reduce(loss.loss_sum.clone()).item(), unsharded(stack, mesh.tp, [p.main_grad for p in stack.parameters()])
 
 
-def autograd_gradients(mesh: ParallelMesh, model: ModelConfig, per_token: bool = False, seed: int = 0) -> tuple[float, Gradients]:
+def autograd_gradients(
+    mesh: ParallelMesh, model: ModelConfig, per_token: bool = False, seed: int = 0, documents: bool = False
+) -> tuple[float, Gradients]:
     """The same by `Stack.forward` and plain autograd."""
     stack = float64_stack(model, mesh.tp)
-    batches = micro_batches(mesh.dp)
+    batches = micro_batches(mesh.dp, documents=documents)
     tokens = mesh.dp.all_reduce(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:

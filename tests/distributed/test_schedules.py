@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,6 +105,20 @@ def test_per_token_objective_is_the_mean_over_the_global_batch(ranks: Ranks, sch
     tp, dp = layout
     for found in ranks(tp * dp).run(differences, MODELS["gpt"], schedule, True, tp=tp):
         assert max(found) < 1e-12, found
+
+
+def document_difference(mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig) -> float:
+    plan, autograd = (
+        gradients(documents=True)
+        for gradients in (partial(plan_gradients, mesh, model, schedule), partial(autograd_gradients, mesh, model))
+    )
+    return worst_difference(plan[1], autograd[1])
+
+
+@pytest.mark.parametrize("name", ["rows2-tp-keep", "sequence2-tp-full", "sequence4-sp-keep", "rows2_columns2-sp-selective"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_documents_keep_their_masks_and_positions_in_every_cut(ranks: Ranks, model: ModelConfig, name: str) -> None:
+    assert max(ranks(2).run(document_difference, model, COMBINATIONS[name])) < 1e-12
 
 
 def dropout_difference(mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig) -> float:
