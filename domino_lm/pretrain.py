@@ -22,6 +22,7 @@ from domino_lm.data.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 if TYPE_CHECKING:
     from domino_lm.parallel.collectives import Communicator
     from domino_lm.parallel.mesh import ParallelMesh
+    from domino_lm.training.run_data import RunData
     from domino_lm.training.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -59,7 +60,7 @@ def _train(run: RunConfig) -> int:
     from domino_lm.training.stored_metadata import CheckpointError
     from domino_lm.training.trainer import TrainingError
 
-    warnings.showwarning = _show_warning
+    warnings.showwarning = show_warning
     try:
         joined = ParallelMesh.create(run.parallel)
     except (torch.distributed.DistError, ValueError) as error:
@@ -88,17 +89,23 @@ def _train(run: RunConfig) -> int:
 def build_trainer(run: RunConfig, mesh: ParallelMesh) -> Trainer:
     """Tokenizer, data, model and trainer, resumed where ``--load`` says so; rank 0 prints what was built."""
     from domino_lm.model.stack import build_stack
-    from domino_lm.training.run_data import RunData
     from domino_lm.training.trainer import Trainer
 
-    tokenizer = together(mesh.world, lambda: build_tokenizer(run.tokenizer) if run.tokenizer.tokenizer_type else None)
-    run = with_vocabulary(run, tokenizer)
-    data = together(mesh.world, lambda: RunData.build(run, tokenizer, mesh))
+    run, data, tokenizer = build_data(run, mesh)
     stack = build_stack(run.model, mesh.tp, run.training.seed, device=mesh.device)
     trainer = Trainer(run, mesh, stack, data, tokenizer_identity=tokenizer.identity() if tokenizer else None)
     trainer.console(summary(run, mesh, trainer))
     trainer.load()
     return trainer
+
+
+def build_data(run: RunConfig, mesh: ParallelMesh) -> tuple[RunConfig, RunData, Tokenizer | None]:
+    """Tokenizer and data sets, and ``run`` with the vocabulary that they settle. Raises one of WRONG_SETTINGS on every rank."""
+    from domino_lm.training.run_data import RunData
+
+    tokenizer = together(mesh.world, lambda: build_tokenizer(run.tokenizer) if run.tokenizer.tokenizer_type else None)
+    run = with_vocabulary(run, tokenizer)
+    return run, together(mesh.world, lambda: RunData.build(run, tokenizer, mesh)), tokenizer
 
 
 def together(world: Communicator, build: Callable[[], Result]) -> Result:
@@ -159,7 +166,7 @@ def _fail(error: Exception, code: int, alone: bool = False) -> int:
     return code
 
 
-def _show_warning(
+def show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: object = None, line: str | None = None
 ) -> None:
     """Warnings as one line, once for all ranks; what only developers can act on stays out."""

@@ -68,7 +68,6 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from domino_lm.parallel.collectives import Communicator
     from domino_lm.parallel.mesh import ParallelMesh
 
     torch.set_num_threads(1)
@@ -78,7 +77,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
         store = dist.FileStore(str(Path(folder) / "store"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=ANSWER_SECONDS))
     else:
-        meshes[1] = ParallelMesh(*[Communicator.single()] * 3, cpu)
+        meshes[1] = ParallelMesh.single(cpu)
     while True:
         function, args, tp = pipe.recv()
         try:

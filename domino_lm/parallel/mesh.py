@@ -34,8 +34,7 @@ class ParallelMesh:
         check_layout(parallel, world_size)
         device = device if device is not None else default_device()
         if world_size == 1:
-            single = Communicator.single()
-            return cls(single, single, single, device)
+            return cls.single(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -51,6 +50,12 @@ class ParallelMesh:
         tp = _join(grid.tolist(), rank, timeout)
         dp = _join(grid.t().tolist(), rank, timeout)
         return cls(Communicator(rank, size, dist.group.WORLD), tp, dp, device)
+
+    @classmethod
+    def single(cls, device: torch.device) -> ParallelMesh:
+        """This process alone; needs no torch.distributed."""
+        alone = Communicator.single()
+        return cls(alone, alone, alone, device)
 
     def close(self) -> None:
         """Leave the process groups; the mesh must not be used afterwards."""
