@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-import torch
 
 from domino_lm.arguments import config_from_values
 from domino_lm.config import RunConfig
@@ -15,23 +15,20 @@ from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.metrics import StepReport
 from domino_lm.training.trainer import Trainer
-from tests.golden.model_files import load_arrays, load_curves
+from tests.golden.model_files import GOLDEN_MODELS, load_arrays, load_curves, load_weights
 from tests.rank_pool import RankPool
 
 TOLERANCE = 5e-6
 MICRO_BATCH, BATCH, STEPS = 2, 8, 20
-LLAMA = {
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 176,
-    "position_embedding_type": "rope",
-    "normalization": "RMSNorm",
-    "swiglu": True,
-    "add_bias_linear": False,
-    "untie_embeddings_and_output_weights": True,
-}
-KINDS: dict[str, dict[str, object]] = {"gpt": {}, "gpt_erf": {"bias_gelu_fusion": False}, "llama": LLAMA}
 SCHEDULES: dict[str, dict[str, object]] = {"baseline": {"schedule": "baseline"}, "two rows": {"schedule": "domino", "domino_row_slices": 2}}
+CUTS: dict[str, dict[str, object]] = {
+    "two sequence rows": {"domino_row_dim": "sequence", "domino_row_slices": 2},
+    "four sequence rows": {"domino_row_dim": "sequence", "domino_row_slices": 4, "sequence_parallel": True},
+    "two columns": {"domino_row_slices": 1, "domino_column_slices": 2},
+    "two rows, two columns": {"domino_row_slices": 2, "domino_column_slices": 2},
+    "paired": {"domino_pair": "micro-batches", "recompute_granularity": "selective"},
+    "two rows, sequence parallel": {"sequence_parallel": True, "recompute_granularity": "full", "recompute_method": "uniform"},
+}
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 
@@ -39,14 +36,7 @@ def settings(kind: str, schedule: str, tp: int) -> RunConfig:
     """The run that `model/` records."""
     return config_from_values(
         {
-            "num_layers": 2,
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "seq_length": 32,
-            "vocab_size": 128,
-            "make_vocab_size_divisible_by": 128 // tp,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
+            **asdict(replace(GOLDEN_MODELS[kind], make_vocab_size_divisible_by=128 // tp)),
             "lr": 4e-3,
             "min_lr": 4e-4,
             "lr_warmup_iters": 5,
@@ -56,8 +46,7 @@ def settings(kind: str, schedule: str, tp: int) -> RunConfig:
             "global_batch_size": BATCH,
             "train_iters": STEPS,
             "tensor_model_parallel_size": tp,
-            **KINDS[kind],
-            **SCHEDULES[schedule],
+            **{**SCHEDULES, **CUTS}[schedule],
         }
     )
 
@@ -86,9 +75,7 @@ def train(mesh: ParallelMesh, kind: str, schedule: str) -> list[StepReport]:
     run = settings(kind, schedule, mesh.tp.size)
     stack = build_stack(run.model, mesh.tp, seed=0)
     start = load_arrays(f"{'llama' if kind == 'llama' else 'gpt'}_tp1")["state_dict"]
-    with torch.no_grad():
-        for parameter in stack.parameters():
-            parameter.copy_(parameter.spec.shard(start[parameter.spec.name], mesh.tp.rank, mesh.tp.size))
+    load_weights(stack, start, mesh.tp)
     trainer = Trainer(run, mesh, stack, data=None, console=lambda line: None)  # type: ignore[arg-type]
     samples: Any = GoldenSamples(kind, mesh)
     return [trainer.step(samples)[0] for _ in range(STEPS)]
@@ -104,8 +91,18 @@ def curves_of(kind: str, tp: int, dp: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("tp", "dp"), LAYOUTS, ids=lambda size: str(size))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", GOLDEN_MODELS)
 def test_twenty_steps_are_megatrons(ranks: Callable[[int], RankPool], kind: str, tp: int, dp: int, schedule: str) -> None:
+    assert_megatrons(ranks, kind, tp, dp, schedule)
+
+
+@pytest.mark.parametrize("schedule", CUTS)
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_twenty_steps_are_megatrons_under_every_cut(ranks: Callable[[int], RankPool], kind: str, schedule: str) -> None:
+    assert_megatrons(ranks, kind, 2, 1, schedule)
+
+
+def assert_megatrons(ranks: Callable[[int], RankPool], kind: str, tp: int, dp: int, schedule: str) -> None:
     megatron = curves_of(kind, tp, dp)
     for reports in ranks(tp * dp).run(train, kind, schedule, tp=tp):
         assert [r.loss for r in reports] == pytest.approx(megatron["lm_loss"], abs=TOLERANCE, rel=0)
