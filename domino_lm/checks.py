@@ -119,12 +119,15 @@ def _schedule_faults(run: RunConfig) -> Iterator[str]:
     """Cuts that do not fit what they cut, and settings of a schedule that is not on."""
     schedule, micro, tp = run.schedule, run.training.micro_batch_size, run.parallel.tensor_model_parallel_size
     rows, columns, along = schedule.rows(micro, tp), schedule.domino_column_slices, schedule.row_dim(micro)
-    if schedule.schedule == "baseline":
+    if schedule.schedule in ("baseline", "auto"):
         cuts = {"domino_row_slices": 1, "domino_column_slices": 1, "domino_row_dim": None, "domino_pair": None}
         given = [name for name, nothing in cuts.items() if getattr(schedule, name) not in (None, nothing)]
         if given:
-            yield f"{_flag(given[0])} {getattr(schedule, given[0])} contradicts --schedule baseline, which cuts nothing; leave one out."
+            why = "which cuts nothing" if schedule.schedule == "baseline" else "which chooses the cut"
+            yield f"{_flag(given[0])} {getattr(schedule, given[0])} contradicts --schedule {schedule.schedule}, {why}; leave one out."
             return
+    elif schedule.domino_calibration is not None:
+        yield f"--domino-calibration {schedule.domino_calibration} is for --schedule auto; give that, or leave it out."
     yield from _row_faults(run, rows, along)
     if run.model.hidden_size % columns:
         yield (

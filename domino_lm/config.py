@@ -134,8 +134,11 @@ class ParallelConfig:
 class ScheduleConfig:
     """How one step's work is sliced and ordered."""
 
-    schedule: Literal["baseline", "domino"] | None = None
-    """domino interleaves slices so that collectives travel behind compute; baseline is Megatron's order; None takes domino, or baseline where --tensor-model-parallel-size is 1."""
+    schedule: Literal["baseline", "domino", "auto"] | None = None
+    """domino interleaves slices so that collectives travel behind compute; baseline is Megatron's order; auto measures this machine, simulates the cuts and takes the fastest; None takes domino, or baseline where --tensor-model-parallel-size is 1."""
+
+    domino_calibration: str | None = None
+    """What --schedule auto knows of the machine: a known name (dgx-h100), or a .json file, which is read where it exists and else measured and written."""
 
     domino_row_slices: int | None = None
     """Rows that each micro-batch is cut into; None takes min(2, micro-batch size), or 4 along the sequence; 1 cuts nothing."""
@@ -175,7 +178,9 @@ class ScheduleConfig:
 
     def resolved(self, tensor_parallel: int) -> Literal["baseline", "domino"]:
         """The schedule that runs at this tensor-parallel size; one rank alone has nothing to hide."""
-        return self.schedule or ("domino" if tensor_parallel > 1 else "baseline")
+        if self.schedule in ("baseline", "domino"):
+            return self.schedule
+        return "domino" if tensor_parallel > 1 else "baseline"
 
     def rows(self, micro_batch_size: int, tensor_parallel: int) -> int:
         """Pieces that each micro-batch is cut into."""

@@ -89,12 +89,14 @@ def _train(run: RunConfig) -> int:
 def build_trainer(run: RunConfig, mesh: ParallelMesh) -> Trainer:
     """Tokenizer, data, model and trainer, resumed where ``--load`` says so; rank 0 prints what was built."""
     from domino_lm.model.stack import build_stack
+    from domino_lm.training.schedule_choice import settle_schedule
     from domino_lm.training.trainer import Trainer
 
     run, data, tokenizer = build_data(run, mesh)
+    run, candidates = settle_schedule(run, mesh)
     stack = build_stack(run.model, mesh.tp, run.training.seed, device=mesh.device)
     trainer = Trainer(run, mesh, stack, data, tokenizer_identity=tokenizer.identity() if tokenizer else None)
-    trainer.console(summary(run, mesh, trainer))
+    trainer.console("\n".join(filter(None, [summary(run, mesh, trainer), candidates])))
     trainer.load()
     return trainer
 

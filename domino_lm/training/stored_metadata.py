@@ -70,12 +70,21 @@ class _IndexUnpickler(pickle.Unpickler):
             return type(name, (_Record,), {"kind": name})
         if (module, name) == ("torch", "Size"):
             return tuple
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint index holds")
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it refers to an object outside the file")
+
+
+def _member(owner: Any, name: str) -> _Record:
+    """What stands for ``getattr``, with which Python before 3.11.4 pickles a member of an enumeration: an empty record."""
+    if isinstance(owner, type) and issubclass(owner, _Record):
+        return owner()
+    raise pickle.UnpicklingError("it names builtins.getattr of something else than a record, which no checkpoint index holds")
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -15,7 +15,7 @@ import torch
 
 from domino_lm.arguments import flat_values
 from domino_lm.checks import data_parallel_size, global_batch_size
-from domino_lm.config import ConfigError, RunConfig
+from domino_lm.config import ConfigError, ModelConfig, RunConfig
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor, Recorder, StepLoss
@@ -24,13 +24,21 @@ from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.timeline import Timeline
 from domino_lm.training.checkpoint import load_checkpoint, save_checkpoint
+from domino_lm.training.checkpoint_source import softmax_rows_of
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
 from domino_lm.training.metrics import LogInterval, RunRate, StepReport, TensorBoardLog, validation_line
 from domino_lm.training.optimizer import Optimizer, StepInfo
 from domino_lm.training.run_data import MicroBatches, RunData
 from domino_lm.training.stop import StopSignal
 
-LEFT_OPEN_TO_RESUME = {"attention_dropout", "hidden_dropout", "init_method_std", "make_vocab_size_divisible_by", "seq_length"}
+LEFT_OPEN_TO_RESUME = {
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "mask_padded_vocab",  # the checkpoint knows which rows take part
+    "seq_length",
+}
 """Settings of a model that may change between a checkpoint and the run that resumes it."""
 
 
@@ -203,11 +211,18 @@ class Trainer:
             return
         found = int(state["iteration"])
         self._refuse_other_model(state, checkpoint.load)
+        rows, true_rows = softmax_rows_of(self.stack), self.run.model.vocab_size
+        if rows is not None and true_rows is not None and rows > true_rows:
+            self.console(
+                f"{rows} vocabulary rows take part in the softmax, as in the checkpoint: {rows - true_rows} more than there are tokens"
+            )
         if optimizer is None:
             self.console(
                 f"loaded the weights alone of iteration {found} from {checkpoint.load}: optimizer, schedule and iteration start anew"
             )
             return
+        if "learning_rate" not in state:
+            raise ConfigError(f"--load {checkpoint.load} holds no learning-rate schedule; load the weights alone with --no-load-optim.")
         for difference in self.schedule.load_state_dict(state["learning_rate"], checkpoint.override_opt_param_scheduler):
             self.console(f"learning-rate schedule of this run: {difference}")
         self.iteration, self.consumed_samples = found, int(state["consumed_samples"])
@@ -243,7 +258,7 @@ class Trainer:
             )
 
     def _refuse_other_model(self, state: dict[str, Any], folder: str) -> None:
-        mine, theirs = asdict(self.run.model), state["model"]
+        mine, theirs = spelt_out(asdict(self.run.model)), spelt_out(state["model"])
         differing = [name for name in mine if name not in LEFT_OPEN_TO_RESUME and name in theirs and mine[name] != theirs[name]]
         if differing:
             words = ", ".join(f"--{name.replace('_', '-')} {theirs[name]} there, {mine[name]} here" for name in differing)
@@ -325,6 +340,19 @@ def schedule_reason(run: RunConfig, tp_size: int) -> str:
     if tp_size == 1:
         return "baseline: one tensor-parallel rank has no all-reduce to hide (--domino-row-slices cuts all the same)"
     return "domino with a single row, as the flags say: it hides next to nothing"
+
+
+def spelt_out(model: dict[str, Any]) -> dict[str, Any]:
+    """A model's settings, or some of them, with what defaults stand for in place of the defaults, so that they compare."""
+    try:
+        config = ModelConfig(**model)
+    except TypeError:  # some of them, or those of another version
+        return model
+    resolved = {"ffn_hidden_size": config.ffn_width, "kv_channels": config.head_width, "num_query_groups": config.query_groups}
+    resolved["group_query_attention"] = config.query_groups != config.num_attention_heads
+    learned = config.position_embedding_type == "learned_absolute"
+    resolved["max_position_embeddings"] = config.position_rows if learned else None
+    return {**model, **resolved, "rotary_base": None if learned else config.rotary_base}
 
 
 def parameter_count(stack: Stack) -> int:

@@ -40,6 +40,8 @@ def test_sound_settings_pass(flags: str) -> None:
         ("--domino-row-slices 3", 1, ["--domino-row-slices 3", "--micro-batch-size 2", "at most 2"]),
         ("--domino-row-slices 2 --schedule baseline", 1, ["--domino-row-slices 2", "--schedule baseline"]),
         ("--domino-column-slices 2 --schedule baseline", 1, ["--domino-column-slices 2", "--schedule baseline"]),
+        ("--schedule auto --domino-row-slices 2", 2, ["--domino-row-slices 2", "--schedule auto", "chooses the cut"]),
+        ("--domino-calibration x.json", 2, ["--domino-calibration x.json", "--schedule auto"]),
         ("--domino-column-slices 3", 1, ["--domino-column-slices 3", "--hidden-size 128", "1, 2, 4"]),
         ("--domino-row-dim sequence --domino-row-slices 999", 1, ["999 rows", "--seq-length", "or fewer"]),
         ("--micro-batch-size 1 --domino-pair row-groups", 2, ["--domino-pair row-groups", "--micro-batch-size 1", "micro-batches"]),
