@@ -87,7 +87,7 @@ def _cuts() -> Iterator[tuple[str, dict[str, object]]]:
     for together in ("each", "together"):
         wgrad: dict[str, object] = {"domino_wgrad_rows": together}
         if together == "each":
-            yield "uncut", wgrad
+            yield "uncut", {"schedule": "baseline", **wgrad}
             for columns in (2, 4):
                 yield f"{columns} columns", {"domino_column_slices": columns, **wgrad}
         suffix = "" if together == "each" else ", wgrad together"
@@ -96,6 +96,7 @@ def _cuts() -> Iterator[tuple[str, dict[str, object]]]:
         for rows in (2, 4):
             yield f"{rows} sequence rows{suffix}", {"domino_row_slices": rows, "domino_row_dim": "sequence", **wgrad}
     wgrad = {"domino_wgrad_rows": "each"}
+    yield "paired", {"domino_pair": "micro-batches", **wgrad}
     yield "2 rows x 2 columns", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_column_slices": 2, **wgrad}
     yield "row groups", {"domino_row_slices": 4, "domino_row_dim": "batch", "domino_pair": "row-groups", **wgrad}
     yield "2 rows, paired", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_pair": "micro-batches", **wgrad}

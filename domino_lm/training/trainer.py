@@ -28,7 +28,7 @@ from domino_lm.training.checkpoint_source import softmax_rows_of
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
 from domino_lm.training.metrics import LogInterval, RunRate, StepReport, TensorBoardLog, validation_line
 from domino_lm.training.optimizer import Optimizer, StepInfo
-from domino_lm.training.run_data import MicroBatches, RunData
+from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.stop import StopSignal
 
 LEFT_OPEN_TO_RESUME = {
@@ -164,11 +164,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, dataset: Any) -> float:
-        """Mean loss in nats per token over the first ``--eval-iters`` global batches, without dropout: the same ones each time."""
-        batches = MicroBatches(dataset, 0, self.run.training.micro_batch_size, self.mesh)
+        """Mean loss in nats per token, without dropout, over the first ``--eval-iters`` global batches, the same ones each time, or over all."""
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # sum of losses, tokens
-        for _ in range(self.run.training.eval_iters * self.num_micro_batches):
-            (micro_batch,) = batches.take(1)
+        for micro_batch in evaluation_batches(dataset, self.run, self.mesh, self.num_micro_batches):
             losses = self.stack.forward(micro_batch)  # [s, b]
             total += torch.stack([(losses * micro_batch.loss_mask).sum(), micro_batch.loss_mask.sum()])
         loss_sum, tokens = self.mesh.dp.all_reduce(total).tolist()
@@ -271,7 +269,7 @@ class Trainer:
 
     def training_batches(self) -> MicroBatches:
         """What this rank has yet to read of the training split."""
-        return MicroBatches(self.data.train, self.consumed_samples, self.run.training.micro_batch_size, self.mesh)
+        return MicroBatches(self.data.train, self.consumed_samples, self.run.training.micro_batch_size, self.mesh, self.run.data)
 
     def _open_log(self) -> TensorBoardLog | None:
         folder = self.run.logging.tensorboard_dir
@@ -310,15 +308,16 @@ class Trainer:
             warnings.warn(f"--timeline {self.run.logging.timeline}: {error}", stacklevel=2)
 
     def _evaluate_split(self, split: str, log: TensorBoardLog | None, at_end: bool = False) -> None:
-        dataset = getattr(self.data, split)
-        if dataset is None:
-            return
-        if self._evaluated.get(split, (None,))[0] != self.iteration:
-            self._evaluated[split] = (self.iteration, self.evaluate(dataset))
-            if log is not None and split == "valid":
-                log.validation(self.iteration, self.consumed_samples, self._evaluated[split][1])
-        name = {"valid": "validation", "test": "test"}[split] if at_end else None
-        self.console(validation_line(self.iteration, self._evaluated[split][1], name))
+        for number, dataset in enumerate(self.data.evaluated(split)):
+            several = len(self.data.evaluated(split)) > 1
+            key = f"{split} {number}" if several else split
+            if self._evaluated.get(key, (None,))[0] != self.iteration:
+                self._evaluated[key] = (self.iteration, self.evaluate(dataset))
+                if log is not None and split == "valid":
+                    suffix = f"-{number}" if several else ""
+                    log.validation(self.iteration, self.consumed_samples, self._evaluated[key][1], suffix)
+            name = {"valid": "validation", "test": "test"}[split] if at_end or several else None
+            self.console(validation_line(self.iteration, self._evaluated[key][1], f"{name}-{number}" if several else name))
 
     def _evaluate_at_end(self, log: TensorBoardLog | None) -> None:
         for split in ("valid", "test"):
@@ -336,7 +335,7 @@ def schedule_reason(run: RunConfig, tp_size: int) -> str:
     if run.schedule.domino_column_slices > 1:
         return f"{kind}, {run.schedule.domino_column_slices} column blocks: each is reduced while the next is computed"
     if run.schedule.schedule == "baseline":
-        return "baseline, as --schedule says: Megatron's order, nothing is cut"
+        return "baseline: Megatron's order, nothing is cut"
     if tp_size == 1:
         return "baseline: one tensor-parallel rank has no all-reduce to hide (--domino-row-slices cuts all the same)"
     return "domino with a single row, as the flags say: it hides next to nothing"
@@ -348,7 +347,11 @@ def spelt_out(model: dict[str, Any]) -> dict[str, Any]:
         config = ModelConfig(**model)
     except TypeError:  # some of them, or those of another version
         return model
-    resolved = {"ffn_hidden_size": config.ffn_width, "kv_channels": config.head_width, "num_query_groups": config.query_groups}
+    resolved: dict[str, Any] = {
+        "ffn_hidden_size": config.ffn_width,
+        "kv_channels": config.head_width,
+        "num_query_groups": config.query_groups,
+    }
     resolved["group_query_attention"] = config.query_groups != config.num_attention_heads
     learned = config.position_embedding_type == "learned_absolute"
     resolved["max_position_embeddings"] = config.position_rows if learned else None
