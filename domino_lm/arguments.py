@@ -1,6 +1,7 @@
 """Flags made from the dataclasses in `config`: a field `ffn_hidden_size` is `--ffn-hidden-size`, its docstring the help.
 
-A value comes from the command line, else from `--preset`, else from the field's default. Nothing here imports torch.
+A value comes from the command line, else from `--config`, else from `--preset`, else from the field's default. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 from domino_lm import config
 from domino_lm.config import ConfigError, RunConfig
+from domino_lm.config_file import PRESET, read_config
+from domino_lm.megatron_flags import settle
 from domino_lm.presets import PRESETS
 
 NO_DEFAULT = dataclasses.MISSING
@@ -38,11 +41,25 @@ class Setting:
     choices: tuple[str, ...] | None
     default: Any
     help: str
+    many: bool = False
+    """Takes several values."""
 
     @property
     def flag(self) -> str:
         """Spelling on the command line."""
         return "--" + self.name.replace("_", "-")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command line: the settings of its run, and what it says beside them."""
+
+    run: RunConfig
+    dry_run: bool = False
+    """Say what the run consists of, and stop."""
+
+    ignored: tuple[str, ...] = ()
+    """Flags of Megatron's that need no setting here, each with the reason."""
 
 
 def settings() -> list[Setting]:
@@ -52,8 +69,8 @@ def settings() -> list[Setting]:
         docstrings = field_docstrings(part_class)
         hints = get_type_hints(part_class)
         for item in dataclasses.fields(part_class):
-            kind, choices = _kind(hints[item.name])
-            found.append(Setting(part, item.name, kind, choices, item.default, docstrings[item.name]))
+            kind, choices, many = _kind(hints[item.name])
+            found.append(Setting(part, item.name, kind, choices, item.default, docstrings[item.name], many))
     return found
 
 
@@ -77,6 +94,8 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), help="Take a named model's settings; explicit flags win over them.")
+    parser.add_argument("--config", metavar="FILE", help="Take settings from a TOML file; they win over --preset, and flags over both.")
+    parser.add_argument("--dry-run", action="store_true", help="Say what the run consists of, memory included, and stop.")
     groups: dict[str, Any] = {}
     for setting in settings():
         if setting.part not in groups:
@@ -87,18 +106,32 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str]) -> RunConfig:
-    """Settings of one run from its command line.
+    """Settings of one run from its command line; see `parse_command`."""
+    return parse_command(argv).run
+
+
+def parse_command(argv: Sequence[str]) -> Command:
+    """What a command line asks for.
 
     Raises ConfigError, with every unknown flag or every missing one in the one message. Whether the values work
     together is `checks.check_run`'s business.
     """
     parser = build_parser()
     found, unknown = parser.parse_known_args(list(argv))
+    ignored, refused, unknown = settle(unknown)
     if unknown:
         raise ConfigError(_unknown_message(unknown, parser))
-    values = vars(found)
-    preset = values.pop("preset", None)
-    return config_from_values({**(PRESETS[preset] if preset else {}), **values})
+    if refused:
+        raise ConfigError("; ".join(refused) + ".")
+    flags = vars(found)
+    dry_run, path, preset = flags.pop("dry_run", False), flags.pop("config", None), flags.pop(PRESET, None)
+    from_file = read_config(path, settings()) if path is not None else {}
+    named_there = from_file.pop(PRESET, None)
+    if named_there is not None and named_there not in PRESETS:
+        raise ConfigError(f"--config {path}: preset {named_there!r} is none of {', '.join(sorted(PRESETS))}.")
+    name = preset or named_there
+    values = {**(PRESETS[str(name)] if name else {}), **from_file, **flags}
+    return Command(config_from_values(values), dry_run, tuple(ignored))
 
 
 def config_from_values(values: dict[str, object]) -> RunConfig:
@@ -107,10 +140,14 @@ def config_from_values(values: dict[str, object]) -> RunConfig:
     if missing:
         raise ConfigError(f"{', '.join(missing)}: no value given and none by default; add them, or take a model with --preset debug-gpt.")
     parts = {
-        part: part_class(**{item.name: values[item.name] for item in dataclasses.fields(part_class) if item.name in values})
+        part: part_class(**{item.name: _stored(values[item.name]) for item in dataclasses.fields(part_class) if item.name in values})
         for part, part_class in _parts().items()
     }
     return RunConfig(**parts)
+
+
+def _stored(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def flat_values(run: RunConfig) -> dict[str, object]:
@@ -129,21 +166,27 @@ def _parts() -> dict[str, Any]:
     return {item.name: get_type_hints(RunConfig, vars(config))[item.name] for item in dataclasses.fields(RunConfig)}
 
 
-def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None]:
+def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None, bool]:
+    """Type of one value, its choices, and whether there may be several."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (member for member in get_args(hint) if member is not NoneType)
     if get_origin(hint) is Literal:
-        return str, get_args(hint)
-    return hint, None
+        return str, get_args(hint), False
+    if get_origin(hint) is tuple:
+        return get_args(hint)[0], None, True
+    return hint, None, False
 
 
 def _add_setting(group: Any, setting: Setting) -> None:
     flags = [setting.flag, *ALIASES.get(setting.name, [])]
     text = setting.help.replace("%", "%%")
     if setting.kind is not bool:
-        shown = "" if setting.default in (None, NO_DEFAULT) else f" Default: {setting.default}."
+        shown = "" if setting.default in (None, (), NO_DEFAULT) else f" Default: {setting.default}."
         metavar = None if setting.choices else setting.kind.__name__.upper()
-        group.add_argument(*flags, dest=setting.name, type=setting.kind, choices=setting.choices, metavar=metavar, help=text + shown)
+        several: dict[str, Any] = {"nargs": "+"} if setting.many else {}
+        group.add_argument(
+            *flags, dest=setting.name, type=setting.kind, choices=setting.choices, metavar=metavar, help=text + shown, **several
+        )
         return
     shown = f" Default: {'on' if setting.default else 'off'}."
     plain = setting.name.startswith("no_")

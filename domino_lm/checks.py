@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from domino_lm.config import ConfigError, ModelConfig, RunConfig
+from domino_lm.data.gpt_dataset import parse_split
+from domino_lm.data.indices import DatasetError
+from domino_lm.data.splits import sources_of
 
 
 def check_run(run: RunConfig, world_size: int) -> None:
@@ -15,6 +18,7 @@ def check_run(run: RunConfig, world_size: int) -> None:
         *_model_faults(run.model, run.parallel.tensor_model_parallel_size),
         *_schedule_faults(run),
         *_data_faults(run),
+        *_length_faults(run, world_size),
         *_optimizer_faults(run),
         *_checkpoint_faults(run),
     ]
@@ -41,10 +45,10 @@ def _number_faults(run: RunConfig) -> Iterator[str]:
         "max_position_embeddings rotary_base norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by",
         "parallel": "tensor_model_parallel_size distributed_timeout_minutes",
         "schedule": "domino_row_slices domino_column_slices recompute_num_layers ddp_bucket_size",
-        "optimizer": "lr lr_decay_iters adam_eps",
-        "training": "micro_batch_size global_batch_size train_iters exit_interval",
+        "optimizer": "lr lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples adam_eps",
+        "training": "micro_batch_size global_batch_size train_iters train_samples exit_interval exit_samples exit_duration_in_mins",
         "checkpoint": "save_interval",
-        "logging": "log_interval tensorboard_log_interval timeline_iteration",
+        "logging": "log_interval tensorboard_log_interval timeline_iteration peak_tflops",
     }
     for part, names in positive.items():
         for name in names.split():
@@ -52,8 +56,9 @@ def _number_faults(run: RunConfig) -> Iterator[str]:
             if value is not None and not 0 < value < float("inf"):
                 yield f"{_flag(name)} {value} must be above 0."
     not_negative = {
-        "optimizer": "min_lr lr_warmup_iters lr_warmup_init weight_decay clip_grad",
-        "training": "eval_interval eval_iters max_skipped_steps seed",
+        "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad",
+        "training": "eval_interval eval_iters max_skipped_steps manual_gc_interval seed",
+        "data": "num_workers mid_level_dataset_surplus",
     }
     for part, names in not_negative.items():
         for name in names.split():
@@ -171,9 +176,16 @@ def _recompute_faults(run: RunConfig) -> Iterator[str]:
 
 
 def _data_faults(run: RunConfig) -> Iterator[str]:
-    """Data without a path, tokenizers without their files."""
-    if run.data.data_path is None:
-        yield "--data-path is missing: the prefix of a .bin/.idx pair; tools/preprocess_data.py makes one from text."
+    """Data that is not named or named twice, tokenizers without their files."""
+    try:
+        sources = sources_of(run.data)
+        parse_split(sources.split)
+        if sources.per_split and "train" not in sources.per_split:
+            yield "the paths of single splits leave out training: give --train-data-path too."
+    except DatasetError as error:
+        yield str(error)
+    if not run.data.data_sharding and run.data.dataloader_type != "cyclic":
+        yield "--no-data-sharding says how --dataloader-type cyclic deals samples out; give that too, or leave it out."
     kind = run.tokenizer.tokenizer_type
     if kind is None and run.model.vocab_size is None:
         yield "the vocabulary size is unknown: give --tokenizer-type with its files, or --vocab-size."
@@ -182,10 +194,37 @@ def _data_faults(run: RunConfig) -> Iterator[str]:
         if resets:
             yield f"{', '.join(map(_flag, resets))} must know the end-of-document id: give --tokenizer-type with its files."
         return
-    needed = ["vocab_file", "merge_file"] if kind == "GPT2BPETokenizer" else ["tokenizer_model"]
+    needed = {"GPT2BPETokenizer": ["vocab_file", "merge_file"], "NullTokenizer": []}.get(kind, ["tokenizer_model"])
     absent = [_flag(name) for name in needed if getattr(run.tokenizer, name) is None]
+    if kind == "NullTokenizer" and run.model.vocab_size is None:
+        absent = ["--vocab-size"]
     if absent:
         yield f"--tokenizer-type {kind} also needs {' and '.join(absent)}."
+
+
+def _length_faults(run: RunConfig, world_size: int) -> Iterator[str]:
+    """A run without an end or with two, a batch that does not grow evenly, collections that never come."""
+    training = run.training
+    if (training.train_iters is None) == (training.train_samples is None):
+        given = "neither is given" if training.train_iters is None else "both are given"
+        yield f"--train-iters or --train-samples says how long to train, but {given}; give one."
+    if training.train_samples is not None and training.train_samples < global_batch_size(run, world_size):
+        yield f"--train-samples {training.train_samples} does not fill one batch of {global_batch_size(run, world_size)} sequences; give more."
+    if training.manual_gc_interval and not training.manual_gc:
+        yield f"--manual-gc-interval {training.manual_gc_interval} belongs to --manual-gc; give that, or leave it out."
+    ramp = training.rampup_batch_size
+    if ramp is None:
+        return
+    words, full = " ".join(map(str, ramp)), global_batch_size(run, world_size)
+    if len(ramp) != 3 or min(ramp) < 1:
+        yield f"--rampup-batch-size {words}: three numbers above 0 are needed: first batch, increment, samples."
+        return
+    start, increment, _ = ramp
+    step = training.micro_batch_size * max(1, data_parallel_size(run, world_size))
+    if start > full or (full - start) % increment:
+        yield f"--rampup-batch-size {words} does not reach --global-batch-size {full} from {start} in steps of {increment}; change one."
+    elif start % step or (increment % step and start < full):
+        yield f"--rampup-batch-size {words}: first batch and increment must be multiples of --micro-batch-size x data-parallel size = {step}."
 
 
 def _optimizer_faults(run: RunConfig) -> Iterator[str]:
@@ -195,14 +234,41 @@ def _optimizer_faults(run: RunConfig) -> Iterator[str]:
         yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; exchange or lower it."
     if optimizer.lr_warmup_init > optimizer.lr:
         yield f"--lr-warmup-init {optimizer.lr_warmup_init} is above --lr {optimizer.lr}; lower it."
-    decay = optimizer.lr_decay_iters or run.training.train_iters
+    yield from _unit_faults(run)
     if optimizer.lr_warmup_fraction is not None:
-        if optimizer.lr_warmup_iters:
-            yield f"--lr-warmup-fraction and --lr-warmup-iters {optimizer.lr_warmup_iters} both set the warm-up; leave one out."
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            if getattr(optimizer, name):
+                yield f"--lr-warmup-fraction and {_flag(name)} {getattr(optimizer, name)} both set the warm-up; leave one out."
         if not 0 <= optimizer.lr_warmup_fraction < 1:
             yield f"--lr-warmup-fraction {optimizer.lr_warmup_fraction} must be at least 0 and below 1."
-    if optimizer.lr_warmup_iters >= decay:
-        yield f"--lr-warmup-iters {optimizer.lr_warmup_iters} leaves nothing of the {decay} iterations of the decay; use less."
+    for unit in ("iters", "samples"):
+        decay = getattr(optimizer, f"lr_decay_{unit}") or getattr(run.training, f"train_{unit}")
+        warmup, anneal = (getattr(optimizer, f"lr_{name}_{unit}") for name in ("warmup", "wsd_decay"))
+        if decay is not None and warmup >= decay:
+            yield f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} {_unit_name(unit)} of the decay; use less."
+        if decay is not None and anneal is not None and anneal + warmup > decay:
+            yield f"--lr-wsd-decay-{unit} {anneal} and the warm-up do not fit into the {decay} {_unit_name(unit)} of the schedule; use less."
+
+
+def _unit_faults(run: RunConfig) -> Iterator[str]:
+    """Lengths in iterations and samples mixed, and WSD without its decay or the other way round."""
+    optimizer = run.optimizer
+    by_samples = run.training.train_samples is not None
+    wrong, length = ("iters", "--train-samples") if by_samples else ("samples", "--train-iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        value = getattr(optimizer, f"{name}_{wrong}")
+        if value:
+            right = "samples" if by_samples else "iters"
+            yield f"{_flag(name)}-{wrong} {value} does not go with {length}, which counts otherwise; use {_flag(name)}-{right}."
+    anneal = optimizer.lr_wsd_decay_samples if by_samples else optimizer.lr_wsd_decay_iters
+    if optimizer.lr_decay_style == "WSD" and anneal is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{'samples' if by_samples else 'iters'}, the length of its decay."
+    elif optimizer.lr_decay_style != "WSD" and (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):
+        yield f"--lr-wsd-decay-iters and -samples belong to --lr-decay-style WSD, not {optimizer.lr_decay_style}; leave them out."
+
+
+def _unit_name(unit: str) -> str:
+    return "iterations" if unit == "iters" else unit
 
 
 def _checkpoint_faults(run: RunConfig) -> Iterator[str]:
@@ -210,7 +276,7 @@ def _checkpoint_faults(run: RunConfig) -> Iterator[str]:
     checkpoint = run.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield f"--save-interval {checkpoint.save_interval} has no folder to save in: give --save."
-    for name in ("exit_on_missing_checkpoint", "no_load_optim", "override_opt_param_scheduler"):
+    for name in ("exit_on_missing_checkpoint", "finetune", "no_load_optim", "override_opt_param_scheduler"):
         if getattr(checkpoint, name) and checkpoint.load is None:
             yield f"{_flag(name)} says how to load, but nothing is loaded: give --load, or leave it out."
 

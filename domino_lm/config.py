@@ -201,11 +201,21 @@ class ScheduleConfig:
 class TokenizerConfig:
     """Which tokenizer the data was made with."""
 
-    tokenizer_type: Literal["GPT2BPETokenizer", "Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer"] | None = None
-    """GPT2BPETokenizer, or Llama2Tokenizer / SentencePieceTokenizer / GPTSentencePieceTokenizer (all plain SentencePiece)."""
+    tokenizer_type: (
+        Literal[
+            "GPT2BPETokenizer",
+            "Llama2Tokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = None
+    """GPT2BPETokenizer; Llama2Tokenizer / SentencePieceTokenizer / GPTSentencePieceTokenizer (all plain SentencePiece); HuggingFaceTokenizer (a tokenizer.json); NullTokenizer (numbers, with --vocab-size)."""
 
     tokenizer_model: str | None = None
-    """SentencePiece model file."""
+    """SentencePiece model file; for HuggingFaceTokenizer a tokenizer.json or its folder."""
 
     vocab_file: str | None = None
     """GPT-2 vocab.json."""
@@ -213,16 +223,70 @@ class TokenizerConfig:
     merge_file: str | None = None
     """GPT-2 merges.txt."""
 
+    tokenizer_sentencepiece_legacy: bool = False
+    """Put the tokens of --tokenizer-special-tokens behind the SentencePiece vocabulary, as Megatron's legacy mode does."""
+
+    tokenizer_special_tokens: tuple[str, ...] = ()
+    """Tokens that the legacy mode adds."""
+
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """Leave out what a tokenizer.json puts around each text (a BOS, say)."""
+
+    null_tokenizer_eod_id: int | None = None
+    """End of document of NullTokenizer; None takes the last id."""
+
+    null_tokenizer_pad_id: int | None = None
+    """Padding id of NullTokenizer; None takes -1."""
+
+    null_tokenizer_extra_eod: bool = False
+    """Put NullTokenizer's end of document behind --vocab-size, as megatron-core 0.16 does; later versions take the last id."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where samples come from."""
 
-    data_path: str | None = None
-    """Prefix of a .bin/.idx pair made by tools/preprocess_data.py."""
+    data_path: tuple[str, ...] | None = None
+    """Prefix of a .bin/.idx pair made by tools/preprocess_data.py; several to blend them by size, or pairs of weight and prefix to blend them by weight."""
 
-    split: str = "969,30,1"
-    """Shares of training, validation and test documents."""
+    split: str | None = None
+    """Shares of training, validation and test, counted in sequences of each source (969,30,1 where none is given)."""
+
+    train_data_path: tuple[str, ...] | None = None
+    """Prefixes, or weights and prefixes, of training alone; excludes --data-path and --split."""
+
+    valid_data_path: tuple[str, ...] | None = None
+    """The same for validation."""
+
+    test_data_path: tuple[str, ...] | None = None
+    """The same for the test."""
+
+    data_args_path: str | None = None
+    """File with the words of --data-path, for blends of many sources."""
+
+    per_split_data_args_path: str | None = None
+    """JSON file with the words of train, valid and test."""
+
+    mock_data: bool = False
+    """Train on made-up tokens."""
+
+    mid_level_dataset_surplus: float = 0.005
+    """Samples more than its share that each source of a weighted blend is built with, as a fraction."""
+
+    multiple_validation_sets: bool = False
+    """Evaluate the sources of the validation split apart instead of blended."""
+
+    full_validation: bool = False
+    """Evaluate on the whole validation split each time instead of --eval-iters batches."""
+
+    dataloader_type: Literal["single", "cyclic"] = "single"
+    """single reads the samples in the order of the data set; cyclic permutes them anew in every pass."""
+
+    data_sharding: bool = True
+    """With cyclic, each data-parallel rank permutes a share of its own; --no-data-sharding deals one permutation out."""
+
+    num_workers: int = 2
+    """Threads that read micro-batches ahead of the step; 0 reads them in it."""
 
     data_cache_path: str | None = None
     """Folder for index files, shared by runs on the same data; None keeps the indices in memory."""
@@ -247,14 +311,29 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate at and after the end of the decay."""
 
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay after the warm-up."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "cosine"
+    """Shape of the decay after the warm-up; WSD (warm-up, stable, decay) holds the peak and decays over its last --lr-wsd-decay-iters."""
 
     lr_decay_iters: int | None = None
     """Iterations until the minimum is reached; None takes --train-iters."""
 
+    lr_decay_samples: int | None = None
+    """The same in samples; None takes the length of the run."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of WSD's decay."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of WSD's decay, the last ones of --lr-decay-iters."""
+
+    lr_wsd_decay_samples: int | None = None
+    """The same in samples."""
+
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up."""
+
+    lr_warmup_samples: int = 0
+    """The same in samples."""
 
     lr_warmup_fraction: float | None = None
     """Warm-up as a fraction of the decay, instead of --lr-warmup-iters."""
@@ -288,8 +367,14 @@ class TrainingConfig:
     global_batch_size: int | None = None
     """Sequences in one optimizer step over all ranks; None takes micro-batch size x data-parallel size."""
 
-    train_iters: int
-    """Optimizer steps."""
+    train_iters: int | None = None
+    """Optimizer steps of the whole run."""
+
+    train_samples: int | None = None
+    """Samples of the whole run, instead of --train-iters; a last batch that they do not fill is left out."""
+
+    rampup_batch_size: tuple[int, ...] | None = None
+    """Three numbers: the global batch of the first step, by how much it grows, and the samples over which it grows to --global-batch-size."""
 
     calculate_per_token_loss: bool = False
     """Minimise the mean over all tokens of the global batch instead of Megatron's default, the mean of micro-batch means."""
@@ -302,6 +387,18 @@ class TrainingConfig:
 
     exit_interval: int | None = None
     """Stop (and save) when the iteration is divisible by this; the learning-rate schedule does not change."""
+
+    exit_samples: int | None = None
+    """Stop (and save) once so many samples are consumed."""
+
+    exit_duration_in_mins: float | None = None
+    """Stop (and save) after so many minutes of training, on all ranks by rank 0's clock."""
+
+    manual_gc: bool = False
+    """Collect Python's garbage at --manual-gc-interval alone, at the same step on all ranks, instead of whenever it comes due."""
+
+    manual_gc_interval: int = 0
+    """Steps between collections under --manual-gc; 0 collects only before evaluations and saving."""
 
     max_skipped_steps: int = 3
     """Steps in a row whose loss or gradient is not finite that are skipped, on all ranks, before the run ends with an error; 0 ends it at the first."""
@@ -326,6 +423,9 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = False
     """End with an error when --load holds no checkpoint, instead of starting from scratch."""
 
+    finetune: bool = False
+    """Start a new run from the weights of --load: iteration, optimizer, learning-rate schedule and data begin anew."""
+
     no_load_optim: bool = False
     """Load weights alone; optimizer, schedule and iteration start anew."""
 
@@ -345,6 +445,33 @@ class LoggingConfig:
 
     tensorboard_log_interval: int = 1
     """Steps between TensorBoard points."""
+
+    log_throughput: bool = False
+    """Put model TFLOP/s per rank into the log line and TensorBoard."""
+
+    log_params_norm: bool = False
+    """Log the norm of all parameters after each update."""
+
+    log_num_zeros_in_grad: bool = False
+    """Log how many gradient entries are exactly 0."""
+
+    log_world_size_to_tensorboard: bool = False
+    """Record the number of ranks."""
+
+    metrics_file: str | None = None
+    """Write every step and evaluation here, a JSON object a line; a resumed run goes on in it."""
+
+    peak_tflops: float | None = None
+    """Dense fp32 peak of one device in TFLOP/s, which MFU is taken of; None takes that of known GPUs, and elsewhere MFU is n/a."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project to log to; needs the package wandb."""
+
+    wandb_exp_name: str | None = None
+    """Name of the run there."""
+
+    wandb_save_dir: str | None = None
+    """Folder for its local files."""
 
     timeline: str | None = None
     """Write the measured timeline of one step here, as a Chrome trace (FILE.json) and a picture (FILE.png); rank 0's view."""

@@ -11,13 +11,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from domino_lm.arguments import parse_arguments
+from domino_lm.arguments import Command, parse_command, settings
 from domino_lm.checks import check_run
 from domino_lm.config import ConfigError, RunConfig
+from domino_lm.config_file import config_text, save_config
 from domino_lm.data.indexed import IndexedDatasetError
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.loader import LoaderError
+from domino_lm.data.splits import sources_of
 from domino_lm.data.tokenizer import Tokenizer, TokenizerError, build_tokenizer
+from domino_lm.summary import RunSummary, changed_settings
 
 if TYPE_CHECKING:
     from domino_lm.parallel.collectives import Communicator
@@ -37,23 +40,40 @@ SECONDS_FOR_RANK_0 = 1.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code. Rank 0 alone prints, each error once."""
     try:
-        run = parse_arguments(sys.argv[1:] if argv is None else argv)
-        check_run(run, int(os.environ.get("WORLD_SIZE", "1")))
-    except ConfigError as error:
+        command = parse_command(sys.argv[1:] if argv is None else argv)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        check_run(command.run, world_size)
+        if command.dry_run:
+            return dry_run(command, world_size)
+    except WRONG_SETTINGS as error:
         return _fail(error, EXIT_WRONG_SETTINGS)
-    return train(run)
+    return train(command.run, command.ignored)
 
 
-def train(run: RunConfig) -> int:
-    """Build everything that `check_run` found sound, and train; returns the exit code."""
-    code = _train(run)
+def dry_run(command: Command, world_size: int) -> int:
+    """Say everything about a run on ``world_size`` ranks, from one process, without torch, and without writing anything."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return 0
+    run = command.run
+    tokenizer = build_tokenizer(run.tokenizer, run.model.vocab_size) if run.tokenizer.tokenizer_type else None
+    run = with_vocabulary(run, tokenizer)
+    device = {"nccl": "cuda", "gloo": "cpu"}.get(run.parallel.distributed_backend or "", "cpu")
+    print(config_text(run, settings()))
+    print(RunSummary(run, world_size, device, str(sources_of(run.data)), command.ignored))
+    print("dry run: nothing was started and nothing written")
+    return 0
+
+
+def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
+    """Build everything that `check_run` found sound, and train; returns the exit code. ``ignored`` flags are told of."""
+    code = _train(run, ignored)
     # The threads of process groups end with the last reference to them, and must while the interpreter lives: one that
     # drops a tensor later aborts the process.
     gc.collect()
     return code
 
 
-def _train(run: RunConfig) -> int:
+def _train(run: RunConfig, ignored: Sequence[str]) -> int:
     import torch  # from here on, since it takes seconds
 
     from domino_lm.parallel.mesh import ParallelMesh
@@ -72,7 +92,7 @@ def _train(run: RunConfig) -> int:
         return _fail(reason, EXIT_FAILED_RUN, alone=True)
     with joined as mesh:
         try:
-            trainer = build_trainer(run, mesh)
+            trainer = build_trainer(run, mesh, ignored)
         except WRONG_SETTINGS as error:
             return _fail(error, EXIT_WRONG_SETTINGS)
         except CheckpointError as error:
@@ -86,7 +106,7 @@ def _train(run: RunConfig) -> int:
     return 0
 
 
-def build_trainer(run: RunConfig, mesh: ParallelMesh) -> Trainer:
+def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = ()) -> Trainer:
     """Tokenizer, data, model and trainer, resumed where ``--load`` says so; rank 0 prints what was built."""
     from domino_lm.model.stack import build_stack
     from domino_lm.training.schedule_choice import settle_schedule
@@ -96,8 +116,11 @@ def build_trainer(run: RunConfig, mesh: ParallelMesh) -> Trainer:
     run, candidates = settle_schedule(run, mesh)
     stack = build_stack(run.model, mesh.tp, run.training.seed, device=mesh.device)
     trainer = Trainer(run, mesh, stack, data, tokenizer_identity=tokenizer.identity() if tokenizer else None)
-    trainer.console("\n".join(filter(None, [summary(run, mesh, trainer), candidates])))
+    trainer.console("\n".join(filter(None, [summary(run, mesh, trainer, ignored), candidates])))
     trainer.load()
+    folder = run.checkpoint.save
+    if folder is not None:
+        together(mesh.world, lambda: save_config(run, folder, settings()) if mesh.world.rank == 0 else None)
     return trainer
 
 
@@ -105,7 +128,7 @@ def build_data(run: RunConfig, mesh: ParallelMesh) -> tuple[RunConfig, RunData, 
     """Tokenizer and data sets, and ``run`` with the vocabulary that they settle. Raises one of WRONG_SETTINGS on every rank."""
     from domino_lm.training.run_data import RunData
 
-    tokenizer = together(mesh.world, lambda: build_tokenizer(run.tokenizer) if run.tokenizer.tokenizer_type else None)
+    tokenizer = together(mesh.world, lambda: build_tokenizer(run.tokenizer, run.model.vocab_size) if run.tokenizer.tokenizer_type else None)
     run = with_vocabulary(run, tokenizer)
     return run, together(mesh.world, lambda: RunData.build(run, tokenizer, mesh)), tokenizer
 
@@ -131,6 +154,8 @@ def with_vocabulary(run: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     given = run.model.vocab_size
     if tokenizer is None:
         return run
+    if run.tokenizer.tokenizer_type == "NullTokenizer":
+        given = None  # it was made from --vocab-size, and may have an id more
     if given is not None and given < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} ids of --tokenizer-type {run.tokenizer.tokenizer_type}; "
@@ -139,23 +164,12 @@ def with_vocabulary(run: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     return dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=given or tokenizer.vocab_size))
 
 
-def summary(run: RunConfig, mesh: ParallelMesh, trainer: Trainer) -> str:
-    """What the run consists of, in a few lines."""
-    from domino_lm.training.trainer import parameter_count, schedule_reason
+def summary(run: RunConfig, mesh: ParallelMesh, trainer: Trainer, ignored: Sequence[str]) -> str:
+    """What the run consists of, and which of its settings are not at their defaults."""
+    from domino_lm.training.watch import mfu_basis
 
-    model, batch = run.model, trainer.batch_size
-    kind = f"{model.normalization}, {'SwiGLU' if model.swiglu else 'GELU'}, {model.position_embedding_type} positions"
-    heads = f"{model.num_attention_heads} heads, {model.query_groups} query groups"
-    lines = {
-        "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {kind}, vocabulary {model.vocab_size}",
-        "": f"{parameter_count(trainer.stack):,} parameters, {str(trainer.stack.parameters()[0].dtype).removeprefix('torch.')} on {mesh.device.type}",
-        "layout": f"{mesh.world.size} rank(s) = {mesh.tp.size} tensor-parallel x {mesh.dp.size} data-parallel",
-        "step": f"{batch} sequences x {model.seq_length} = {batch * model.seq_length:,} tokens, "
-        f"in {trainer.num_micro_batches} micro-batch(es) of {run.training.micro_batch_size} a replica",
-        "data": f"{len(trainer.data.train):,} training samples from {run.data.data_path}",
-        "schedule": schedule_reason(run, mesh.tp.size),
-    }
-    return "\n".join(f"{name:10}{text}" for name, text in lines.items())
+    told = RunSummary(run, mesh.world.size, mesh.device.type, trainer.data.describe(), ignored)
+    return f"{told}\n{'speed':10}{mfu_basis(run, mesh.device)}\nsettings that are not at their defaults:\n{changed_settings(run)}"
 
 
 def _fail(error: Exception, code: int, alone: bool = False) -> int:

@@ -124,6 +124,7 @@ def as_values(step: Prediction, best: Prediction) -> dict[str, Any]:
         **memory,
         "memory_total_bytes": step.memory.total,
         "fraction_of_optimum": best.step_s / step.step_s,
+        "fraction_of_limit": step.over_step(lambda part: part.limit_s) / step.step_s,
     }
 
 

@@ -2,31 +2,26 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from domino_lm.data.indexed import checked_cast
-from domino_lm.data.tokenizer import Tokenizer
+from domino_lm.data.inputs import Block, PreprocessError
+from domino_lm.data.sentences import SentenceSplitter
+from domino_lm.data.tokenizer import Tokenizer, TokenizerError
 
 Array = npt.NDArray[Any]
+OnError = Literal["stop", "skip", "replace"]
+"""What a bad line does: ends the run, is counted and left out, or, where single characters are bad, has them replaced."""
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-class PreprocessError(ValueError):
-    """Input that cannot be made into token files. The message says where (file, line, byte), what, and the way out."""
-
-
-class Block(NamedTuple):
-    """Whole lines of the input, and where they begin in it."""
-
-    data: bytes
-    first_line: int
-    offset_bytes: int
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class EncodedKey(NamedTuple):
@@ -39,11 +34,39 @@ class EncodedKey(NamedTuple):
 
 
 class EncodedBlock(NamedTuple):
+    """What came of one block. ``faults`` are the messages of the first lines that were skipped, ``skipped`` counts all."""
+
     keys: list[EncodedKey]
     documents: int
     blank_lines: int
-    first_blank_line: int
+    first_blank_line: str
     size_bytes: int
+    read_bytes: int
+    path: str
+    skipped: int
+    faults: list[str]
+
+
+class _Documents:
+    """Texts of the documents of one block: for each key their strings back to back, and how many belong to each document."""
+
+    def __init__(self, keys: int) -> None:
+        self.places: list[Place] = []
+        self.texts: list[list[str]] = [[] for _ in range(keys)]
+        self.counts: list[list[int]] = [[] for _ in range(keys)]
+
+    def add(self, place: "Place", texts: Sequence[Sequence[str]]) -> None:
+        self.places.append(place)
+        for i, strings in enumerate(texts):
+            self.texts[i].extend(strings)
+            self.counts[i].append(len(strings))
+
+    def __iter__(self) -> Iterator[tuple["Place", list[list[str]]]]:
+        positions = [0] * len(self.texts)
+        for i, place in enumerate(self.places):
+            ends = [position + counts[i] for position, counts in zip(positions, self.counts, strict=True)]
+            yield place, [texts[a:b] for texts, a, b in zip(self.texts, positions, ends, strict=True)]
+            positions = ends
 
 
 @dataclass
@@ -54,28 +77,64 @@ class Encoder:
     dtype: np.dtype[Any]
     keys: tuple[str, ...]
     append_eod: bool
-    path: str
+    on_error: OnError = "stop"
+    splitter: SentenceSplitter | None = None
 
     def __call__(self, block: Block) -> EncodedBlock:
-        """Raises PreprocessError at the first bad line."""
-        texts: list[list[str]] = [[] for _ in self.keys]
-        counts: list[list[int]] = [[] for _ in self.keys]
-        documents = blank_lines = first_blank_line = 0
+        """Raises PreprocessError at the first bad line, unless bad lines are skipped."""
+        faults = _Faults(self.on_error)
+        documents = _Documents(len(self.keys))
+        blank_lines, first_blank_line = 0, ""
         may_have_surrogates = SURROGATE_ESCAPE.search(block.data) is not None
-        for line, offset, raw in _lines(block):
+        for place, raw in _lines(block):
             if not raw.strip():
                 blank_lines += 1
-                first_blank_line = first_blank_line or line
+                first_blank_line = first_blank_line or f"{place.path}, {place.unit} {place.line}"
                 continue
-            place = Place(self.path, line, offset)
-            record = parse_line(raw, place)
-            documents += 1
-            for key, key_texts, key_counts in zip(self.keys, texts, counts, strict=True):
-                strings = strings_of(record, key, place, check_surrogates=may_have_surrogates)
-                key_texts.extend(strings)
-                key_counts.append(len(strings))
-        keys = [self._encode(*pair) for pair in zip(texts, counts, strict=True)]
-        return EncodedBlock(keys, documents, blank_lines, first_blank_line, len(block.data))
+            with faults:
+                record = parse_line(raw, place, replace=self.on_error == "replace")
+                documents.add(place, [self._texts(record, key, place, may_have_surrogates) for key in self.keys])
+        keys, documents = self._encode_all(documents, faults)
+        return EncodedBlock(
+            keys,
+            len(documents.places),
+            blank_lines,
+            first_blank_line,
+            len(block.data),
+            block.read_bytes,
+            block.path,
+            faults.count,
+            faults.messages,
+        )
+
+    def _texts(self, record: dict[str, Any], key: str, place: "Place", check_surrogates: bool) -> list[str]:
+        strings = strings_of(record, key, place, check_surrogates, replace=self.on_error == "replace")
+        if self.splitter is None:
+            return strings
+        return [sentence for string in strings for sentence in self.splitter.split(string)]
+
+    def _encode_all(self, documents: _Documents, faults: "_Faults") -> tuple[list[EncodedKey], _Documents]:
+        """Every key's documents; those that the tokenizer refuses are found one by one, and reported or left out."""
+        try:
+            return [self._encode(*pair) for pair in zip(documents.texts, documents.counts, strict=True)], documents
+        except TokenizerError as error:
+            kept = _Documents(len(self.keys))
+            for place, texts in documents:
+                with faults:
+                    self._refuse_untokenizable(place, texts)
+                    kept.add(place, texts)
+            if len(kept.places) == len(documents.places):
+                raise PreprocessError(f"the tokenizer cannot encode a block of lines ({error})") from error
+            return [self._encode(*pair) for pair in zip(kept.texts, kept.counts, strict=True)], kept
+
+    def _refuse_untokenizable(self, place: "Place", texts: list[list[str]]) -> None:
+        for key, strings in zip(self.keys, texts, strict=True):
+            try:
+                self.tokenizer.encode_batch(strings)
+            except TokenizerError as error:
+                raise place.fault(
+                    f"the tokenizer cannot encode the value of {key!r} ({error})", "mend the line, or use another tokenizer"
+                ) from None
 
     def _encode(self, texts: list[str], texts_per_document: list[int]) -> EncodedKey:
         """A text without tokens is no sequence; the end-of-document token joins the document's last sequence."""
@@ -93,26 +152,52 @@ class Encoder:
         return EncodedKey(checked_cast(ids, self.dtype), lengths, sequences, int(tokens.max()))
 
 
+class _Faults:
+    """Context of one line: a fault in it ends everything, or is counted and passed over."""
+
+    SHOWN = 5
+
+    def __init__(self, on_error: OnError) -> None:
+        self._skip = on_error == "skip"
+        self.count = 0
+        self.messages: list[str] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not self._skip or not isinstance(error, PreprocessError):
+            return False
+        self.count += 1
+        if len(self.messages) < self.SHOWN:
+            self.messages.append(str(error))
+        return True
+
+
 class Place(NamedTuple):
     """A line of the input: its number from 1, and the byte of the file at which it begins."""
 
     path: str
     line: int
     offset_bytes: int
+    unit: str = "line"
 
     def fault(self, what: str, way_out: str, byte: int = 0) -> PreprocessError:
-        return PreprocessError(f"{self.path}, line {self.line}, byte {self.offset_bytes + byte}: {what}; {way_out}.")
+        where = f", byte {self.offset_bytes + byte}" if self.unit == "line" else ""
+        return PreprocessError(f"{self.path}, {self.unit} {self.line}{where}: {what}; {way_out}.")
 
 
-def parse_line(raw: bytes, place: Place) -> dict[str, Any]:
-    """The JSON object on one line. Raises PreprocessError, which points at the byte where reading stopped."""
-    if place.offset_bytes == 0 and raw.startswith(BYTE_ORDER_MARK):
+def parse_line(raw: bytes, place: Place, replace: bool = False) -> dict[str, Any]:
+    """The JSON object on one line; ``replace`` puts U+FFFD for bytes that are not UTF-8.
+
+    Raises PreprocessError, which points at the byte where reading stopped.
+    """
+    if place.offset_bytes == 0 and place.line == 1 and raw.startswith(BYTE_ORDER_MARK):
         raise place.fault("the file begins with a byte order mark", "save it as UTF-8 without one (sed -i '1s/^\\xEF\\xBB\\xBF//' FILE)")
     try:
-        text = raw.decode()
+        text = raw.decode(errors="replace" if replace else "strict")
     except UnicodeDecodeError as error:
         bad = raw[error.start : error.start + 4].hex(" ")
-        raise place.fault(f"not UTF-8 (bytes {bad})", "convert the file to UTF-8", error.start) from None
+        raise place.fault(f"not UTF-8 (bytes {bad})", "convert the file to UTF-8, or use --on-error replace", error.start) from None
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
@@ -126,8 +211,8 @@ def parse_line(raw: bytes, place: Place) -> dict[str, Any]:
     return record
 
 
-def strings_of(record: dict[str, Any], key: str, place: Place, check_surrogates: bool = True) -> list[str]:
-    """The texts under ``key``: a string gives one, a list of strings one each."""
+def strings_of(record: dict[str, Any], key: str, place: Place, check_surrogates: bool = True, replace: bool = False) -> list[str]:
+    """The texts under ``key``: a string gives one, a list of strings one each; ``replace`` mends halves of surrogate pairs."""
     if key not in record:
         names = ", ".join(map(repr, record)) or "none"
         raise place.fault(f"no key {key!r} (keys here: {names[:200]})", "give the right one with --json-keys, or mend the line")
@@ -137,16 +222,18 @@ def strings_of(record: dict[str, Any], key: str, place: Place, check_surrogates:
         if not isinstance(string, str):
             inside = " in a list" if value is strings else ""
             raise place.fault(f"the value of {key!r} is {_json_type(string)}{inside}, not a string", "write text or a list of texts there")
-        if check_surrogates:
+        if check_surrogates and not replace:
             _refuse_surrogates(string, key, place)
+    if check_surrogates and replace:
+        return [SURROGATE.sub("\ufffd", string) for string in strings]
     return strings
 
 
-def _lines(block: Block) -> Iterator[tuple[int, int, bytes]]:
-    """Number, byte offset and content of each line. Only a newline ends a line, as in JSON lines."""
+def _lines(block: Block) -> Iterator[tuple[Place, bytes]]:
+    """Place and content of each line. Only a newline ends a line, as in JSON lines."""
     offset = block.offset_bytes
     for line, raw in enumerate(block.data.removesuffix(b"\n").split(b"\n"), block.first_line):
-        yield line, offset, raw
+        yield Place(block.path, line, offset, block.unit), raw
         offset += len(raw) + 1
 
 
@@ -157,7 +244,7 @@ def _refuse_surrogates(string: str, key: str, place: Place) -> None:
         code = ord(string[error.start])
         raise place.fault(
             f"the value of {key!r} holds half of a surrogate pair (\\u{code:04x}, character {error.start + 1})",
-            "remove it or write the whole pair",
+            "remove it, write the whole pair, or use --on-error replace",
         ) from None
 
 

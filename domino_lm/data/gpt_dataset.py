@@ -11,20 +11,19 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from domino_lm.data.index_cache import IndexCache
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.indices import (
     DatasetError,
-    IndexCache,
     build_document_index,
     build_sample_index,
     build_shuffle_index,
     count_samples,
-    file_identity,
     plan_epochs,
 )
 
@@ -32,6 +31,21 @@ Array = npt.NDArray[Any]
 Sample = dict[str, Array]
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, SplitName, SplitName] = ("train", "valid", "test")
+
+
+class TokenSource(Protocol):
+    """Where sequences of tokens come from: a pair of token files, or tokens made up on the spot."""
+
+    prefix: str
+    dtype: np.dtype[Any]
+    sequence_lengths: npt.NDArray[np.int32]
+
+    def __len__(self) -> int: ...
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> Array: ...
+
+    def identity(self) -> dict[str, Any]:
+        """Everything about the tokens that the order of samples depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +155,7 @@ class GPTDataset:
 
     def __init__(
         self,
-        indexed: IndexedDataset,
+        indexed: TokenSource,
         sequences: range,
         split: SplitName,
         num_samples: int | None,
@@ -150,6 +164,10 @@ class GPTDataset:
     ) -> None:
         if num_samples is not None and num_samples < 0:
             raise DatasetError(f"{num_samples} {split} samples asked for; the number cannot be negative.")
+        if indexed.dtype.kind not in "iu":
+            raise DatasetError(
+                f"{indexed.prefix}.bin holds {indexed.dtype} numbers, which are no token ids; give the prefix of a token file."
+            )
         self.indexed, self.sequences, self.split, self.num_samples, self.config = indexed, sequences, split, num_samples, config
         self._extra = int(config.add_extra_token_to_sequence)
         self._drop_last = config.drop_last_partial_validation_sequence or split != "valid"
@@ -192,8 +210,8 @@ class GPTDataset:
     def identity(self) -> dict[str, Any]:
         """Everything that the indices depend on: the files by content, and each setting that changes the result."""
         return {
-            "format": 1,
-            "files": file_identity(self.indexed),
+            "format": 2,
+            "tokens": self.indexed.identity(),
             "sequences": [self.sequences.start, self.sequences.stop],
             "num_samples": self.num_samples,
             "sequence_length": self.config.sequence_length,
@@ -224,7 +242,7 @@ class GPTDataset:
         low, high = int(text.min()), int(text.max())
         if low < 0 or high >= vocab_size:
             raise DatasetError(
-                f"{self.indexed.bin_path}: {self.split} sample {sample} holds token id {low if low < 0 else high}, but the vocabulary has "
+                f"{self.indexed.prefix}.bin: {self.split} sample {sample} holds token id {low if low < 0 else high}, but the vocabulary has "
                 f"{vocab_size} entries; the file was made with another tokenizer: give that one, or preprocess again."
             )
 
@@ -249,12 +267,13 @@ class GPTDataset:
     def _indices(self, cache_path: str | os.PathLike[str] | None) -> tuple[Array, Array, Array]:
         if cache_path is None:
             return self._build_indices()
-        cache = IndexCache(Path(cache_path), self.split, self.identity())
-        found = cache.load(self._length)
-        if found is not None:
-            return found
-        cache.save(self._build_indices())
-        return cache.load(self._length) or self._build_indices()
+        shapes: dict[str, tuple[int, ...] | None] = {
+            "document_index": None,
+            "sample_index": (self._length + 1, 2),
+            "shuffle_index": (self._length,),
+        }
+        documents, samples, shuffle = IndexCache(Path(cache_path), self.split, self.identity(), shapes).load_or_build(self._build_indices)
+        return documents, samples, shuffle
 
     def _build_indices(self) -> tuple[Array, Array, Array]:
         rng = np.random.RandomState(self.config.seed)
@@ -277,6 +296,8 @@ def build_train_valid_test(
     weight above 0 cannot give what is asked.
     """
     indexed = IndexedDataset(prefix)
+    if indexed.sequence_modes is not None:
+        raise DatasetError(f"{indexed.prefix}: multimodal sequences cannot be trained on here; give a data set of text.")
     if len(indexed) == 0:
         raise DatasetError(f"{indexed.prefix}: the data set has no tokens; preprocess documents with text.")
     ranges = split_ranges(split, len(indexed))

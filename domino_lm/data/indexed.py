@@ -14,13 +14,16 @@ offset                bytes   what
 34                    4 S     i32 length of each sequence, in tokens
 34 + 4 S              8 S     i64 byte offset of each sequence in ``.bin``: the running sum of length * token size
 34 + 12 S             8 D     i64 document index: entry k is the number of sequences in the first k documents
+34 + 12 S + 8 D       S       i8 mode of each sequence; there only in multimodal files, which nothing but the size tells
 ====================  ======  ==================================================================================
 
 An empty document has no sequence, only a repeated entry of the document index. A data set without any sequence is an
 ``.idx`` of 42 bytes and a ``.bin`` of 0.
 """
 
+import hashlib
 import os
+import shutil
 import struct
 from array import array
 from contextlib import suppress
@@ -45,6 +48,7 @@ DTYPES: dict[int, npt.DTypeLike] = {
     8: np.uint16,
 }
 CHUNK = 1 << 20
+COPY_BYTES = 1 << 24
 
 Array = npt.NDArray[Any]
 
@@ -98,11 +102,15 @@ class IndexedDataset:
         self.prefix = os.fspath(prefix)
         self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
         self._require_files()
-        self.dtype, sequences, entries = self._read_header()
+        self.dtype, sequences, entries, multimodal = self._read_header()
         index = np.memmap(self.idx_path, np.uint8, "r")
         self.sequence_lengths: npt.NDArray[np.int32] = np.ndarray(sequences, "<i4", index, HEADER.size)
         self.sequence_pointers: npt.NDArray[np.int64] = np.ndarray(sequences, "<i8", index, HEADER.size + 4 * sequences)
         self.document_indices: npt.NDArray[np.int64] = np.ndarray(entries, "<i8", index, HEADER.size + 12 * sequences)
+        self.sequence_modes: npt.NDArray[np.int8] | None = None
+        """Mode of each sequence in a multimodal file, else None."""
+        if multimodal:
+            self.sequence_modes = np.ndarray(sequences, "i1", index, HEADER.size + 12 * sequences + 8 * entries)
         self._check_document_indices()
         self._check_sequences()
         size = self.bin_path.stat().st_size
@@ -119,6 +127,13 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         return len(self._tokens)
+
+    def identity(self) -> dict[str, Any]:
+        """Names the pair by content: equal identities hold equal tokens."""
+        with open(self.idx_path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        stats = [path.stat() for path in (self.bin_path, self.idx_path)]
+        return {"idx_sha256": digest, "sizes_bytes": [s.st_size for s in stats], "mtimes_ns": [s.st_mtime_ns for s in stats]}
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> Array:
         """Tokens ``[offset, offset + length)`` of sequence ``i`` (to its end when ``length`` is None), without a copy.
@@ -145,7 +160,8 @@ class IndexedDataset:
             hint = f"give the prefix without its extension: {stem}"
         raise IndexedDatasetError(f"{' and '.join(missing)}: no such file; {hint}.")
 
-    def _read_header(self) -> tuple[np.dtype[Any], int, int]:
+    def _read_header(self) -> tuple[np.dtype[Any], int, int, bool]:
+        """Token type, sequences, document index entries, and whether modes follow."""
         size = self.idx_path.stat().st_size
         with open(self.idx_path, "rb") as file:
             raw = file.read(HEADER.size)
@@ -157,39 +173,45 @@ class IndexedDataset:
         if code not in DTYPES:
             raise self._fault(self.idx_path, f"token type code {code} is unknown; codes are 1 to 8")
         expected = HEADER.size + 12 * sequences + 8 * entries
-        if size != expected:
-            multimodal = ", as if written multimodal, which cannot be read here" if size == expected + sequences else ""
+        multimodal = sequences > 0 and size == expected + sequences
+        if size != expected and not multimodal:
             raise self._fault(
-                self.idx_path,
-                f"{size} bytes, but {sequences} sequences and {entries} document index entries need {expected}{multimodal}",
+                self.idx_path, f"{size} bytes, but {sequences} sequences and {entries} document index entries need {expected}"
             )
-        return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, entries
+        return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, entries, multimodal
 
     def _check_document_indices(self) -> None:
         index, sequences = self.document_indices, len(self)
         if len(index) == 0 or index[0] != 0 or index[-1] != sequences:
             ends = "nothing" if len(index) == 0 else f"{index[0]} to {index[-1]}"
             raise self._fault(self.idx_path, f"the document index must run from 0 to {sequences}, the number of sequences; it holds {ends}")
+        first = HEADER.size + 12 * sequences
         for start in range(0, len(index), CHUNK):
-            part = index[start : start + CHUNK + 1]
+            part = self._read_index("<i8", first + 8 * start, min(CHUNK + 1, len(index) - start))
             if (part[1:] < part[:-1]).any():
                 entry = start + 1 + int(np.argmax(part[1:] < part[:-1]))
                 raise self._fault(self.idx_path, f"document index entry {entry} is smaller than the one before it")
 
+    def _read_index(self, dtype: str, offset: int, count: int) -> Array:
+        """Part of the index read as a file: what is read through the mapping stays in this process's memory."""
+        return np.fromfile(self.idx_path, dtype, count, offset=offset)
+
     def _check_sequences(self) -> None:
         pointer, itemsize = 0, self.dtype.itemsize
         for start in range(0, len(self), CHUNK):
-            lengths = self.sequence_lengths[start : start + CHUNK]
+            count = min(CHUNK, len(self) - start)
+            lengths = self._read_index("<i4", HEADER.size + 4 * start, count)
             if (lengths < 0).any():
                 at = int(np.argmax(lengths < 0))
                 raise self._fault(self.idx_path, f"sequence {start + at} has the negative length {lengths[at]}")
             expected = sequence_pointers(lengths, itemsize, pointer)
-            wrong = self.sequence_pointers[start : start + CHUNK] != expected
+            found = self._read_index("<i8", HEADER.size + 4 * len(self) + 8 * start, count)
+            wrong = found != expected
             if wrong.any():
                 at = int(np.argmax(wrong))
-                found = self.sequence_pointers[start + at]
                 raise self._fault(
-                    self.idx_path, f"sequence {start + at} points to byte {found}; by the lengths before it, it begins at {expected[at]}"
+                    self.idx_path,
+                    f"sequence {start + at} points to byte {found[at]}; by the lengths before it, it begins at {expected[at]}",
                 )
             pointer = int(expected[-1]) + int(lengths[-1]) * itemsize
         size = self.bin_path.stat().st_size
@@ -208,7 +230,7 @@ class IndexedDatasetWriter:
     reader can meet a half-written file.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike, multimodal: bool = False) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, known in DTYPES.items() if np.dtype(known) == self.dtype]
@@ -219,6 +241,7 @@ class IndexedDatasetWriter:
         self._bin_temporary, self._idx_temporary = (path.with_name(f"{path.name}.tmp-{os.getpid()}") for path in self._targets)
         self._lengths = array("i")
         self._document_indices = array("q", [0])
+        self._modes = array("b") if multimodal else None
         self.num_tokens = 0
         # Closed by __exit__.
         self._bin = open(self._bin_temporary, "wb")  # noqa: SIM115
@@ -230,11 +253,13 @@ class IndexedDatasetWriter:
             lengths = [len(ids)] if len(ids) else []
         self.add_documents(ids, lengths, [len(np.asarray(lengths))])
 
-    def add_documents(self, ids: npt.ArrayLike, lengths: npt.ArrayLike, sequences_per_document: npt.ArrayLike) -> None:
+    def add_documents(
+        self, ids: npt.ArrayLike, lengths: npt.ArrayLike, sequences_per_document: npt.ArrayLike, modes: npt.ArrayLike | None = None
+    ) -> None:
         """Append many documents at once.
 
         ``ids`` holds their tokens back to back, ``lengths`` the tokens of each sequence, ``sequences_per_document`` the
-        sequences of each document (0: empty). Raises IndexedDatasetError when these do not add up or an id does not
+        sequences of each document (0: empty), ``modes`` the mode of each sequence of a multimodal file. Raises IndexedDatasetError when these do not add up or an id does not
         fit the token type; nothing is appended then.
         """
         tokens = checked_cast(ids, self.dtype)
@@ -248,11 +273,35 @@ class IndexedDatasetWriter:
             raise IndexedDatasetError(
                 f"{self.prefix}.idx: a sequence of {lengths.max()} tokens does not fit the format's i32 lengths; cut it."
             )
+        self._add_modes(modes, lengths.size)
         self._bin.write(tokens.data)
         before = len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self._document_indices.frombytes((before + np.cumsum(counts, dtype=np.int64)).tobytes())
         self.num_tokens += tokens.size
+
+    def append(self, dataset: IndexedDataset) -> None:
+        """Append all documents of another pair, which must have the same token type and, if one does, modes."""
+        if dataset.dtype != self.dtype:
+            raise IndexedDatasetError(f"{dataset.prefix}: tokens are {dataset.dtype}, but {self.prefix} is written as {self.dtype}.")
+        counts = np.diff(dataset.document_indices)
+        self._add_modes(dataset.sequence_modes, len(dataset))
+        with open(dataset.bin_path, "rb") as source:
+            shutil.copyfileobj(source, self._bin, COPY_BYTES)
+        before = len(self._lengths)
+        self._lengths.frombytes(dataset.sequence_lengths.astype(np.int32, copy=False).tobytes())
+        self._document_indices.frombytes((before + np.cumsum(counts, dtype=np.int64)).tobytes())
+        self.num_tokens += dataset.num_tokens
+
+    def _add_modes(self, modes: npt.ArrayLike | None, sequences: int) -> None:
+        if (self._modes is None) != (modes is None):
+            given = "modes are given, but the file is not" if self._modes is None else "no modes are given, but the file is"
+            raise IndexedDatasetError(f"{self.prefix}.idx: {given} multimodal; all its sequences have a mode, or none has.")
+        if self._modes is not None:
+            added = checked_cast(modes if modes is not None else [], np.int8)
+            if added.size != sequences:
+                raise IndexedDatasetError(f"{self.prefix}.idx: {added.size} modes for {sequences} sequences.")
+            self._modes.frombytes(added.tobytes())
 
     def __enter__(self) -> Self:
         return self
@@ -292,3 +341,5 @@ class IndexedDatasetWriter:
             pointer = int(pointers[-1]) + int(part[-1]) * self.dtype.itemsize
             index.write(pointers.astype("<i8", copy=False).data)
         index.write(documents.astype("<i8", copy=False).data)
+        if self._modes is not None:
+            index.write(self._modes.tobytes())

@@ -13,18 +13,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-END_OF_TEXT = "<|endoftext|>"
-
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be built from the flags given. The message names the flag."""
+    """A tokenizer that cannot be built from the flags given, or a text that it cannot encode."""
 
 
 class TokenizerSettings(Protocol):
-    """What ``build_tokenizer`` reads; the fields carry the names of the flags."""
+    """What ``build_tokenizer`` reads; the fields carry the names of the flags. What a class lacks takes its default."""
 
     @property
     def tokenizer_type(self) -> str | None: ...
@@ -51,6 +49,10 @@ class Tokenizer(Protocol):
     def pad(self) -> int | None:
         """Id that fills up short samples; None when the vocabulary has none."""
 
+    @property
+    def uses_threads(self) -> bool:
+        """Whether several of its kind encode at the same time in threads of one process (they free the interpreter's lock)."""
+
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
@@ -62,100 +64,111 @@ class Tokenizer(Protocol):
         """Names the tokenizer by content: its kind and the hash of each file. Equal identities give equal ids."""
 
 
-class GPT2BPETokenizer:
-    """Byte-level BPE of GPT-2 from ``vocab.json`` and ``merges.txt``.
+def build_tokenizer(settings: TokenizerSettings, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer that ``--tokenizer-type`` names; ``vocab_size`` is that of ``--vocab-size``.
 
-    A literal ``<|endoftext|>`` in a text becomes the end-of-document id, as in the original: a text can end its own
-    document.
+    Raises TokenizerError on an unknown type or a missing or unreadable file.
     """
-
-    def __init__(self, vocab_file: str, merge_file: str) -> None:
-        from tokenizers import AddedToken, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Backend
-
-        self._files = {"vocab_file": vocab_file, "merge_file": merge_file}
-        self._backend = Backend(models.BPE.from_file(vocab_file, merge_file))
-        self._backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._backend.decoder = decoders.ByteLevel()
-        self._backend.add_special_tokens([AddedToken(END_OF_TEXT)])
-        self.vocab_size: int = self._backend.get_vocab_size()
-        self.eod: int | None = self._backend.token_to_id(END_OF_TEXT)
-        self.pad: int | None = None
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text).ids
-        return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        return _flatten([encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
-        return text
-
-    def identity(self) -> dict[str, str]:
-        return {"type": type(self).__name__} | {flag: _sha256(path) for flag, path in self._files.items()}
+    kind = settings.tokenizer_type
+    if kind not in TOKENIZER_TYPES:
+        fault = "is needed" if kind is None else f"{kind} is unknown"
+        raise TokenizerError(f"--tokenizer-type {fault}; choose one of {', '.join(TOKENIZER_TYPES)}.")
+    _refuse_foreign(settings, kind)
+    return TOKENIZER_TYPES[kind](settings, vocab_size)
 
 
-class SentencePieceTokenizer:
-    """A SentencePiece model as it stands: no BOS or EOS is added, and ``<s>`` in a text is ordinary characters."""
-
-    def __init__(self, tokenizer_model: str) -> None:
-        from sentencepiece import SentencePieceProcessor
-
-        self._path = tokenizer_model
-        self._model: Any = SentencePieceProcessor(model_file=tokenizer_model)
-        self.vocab_size: int = self._model.vocab_size()
-        self.eod: int | None = _present(self._model.eos_id())
-        self.pad: int | None = _present(self._model.pad_id())
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(text)
-        return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        return _flatten(self._model.encode(list(texts), num_threads=1))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._model.decode([int(i) for i in ids])
-        return text
-
-    def identity(self) -> dict[str, str]:
-        return {"type": type(self).__name__, "tokenizer_model": _sha256(self._path)}
+def flatten(ids: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
+    """Ids of many texts as one array, and the length of each."""
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    return np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum())), lengths
 
 
-def _gpt2(settings: TokenizerSettings) -> Tokenizer:
+def sha256_of(path: str) -> str:
+    """Hash of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _gpt2(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+    from domino_lm.data.bpe import GPT2BPETokenizer
+
     vocab_file = _require(settings, "vocab_file", "GPT-2's vocab.json")
     merge_file = _require(settings, "merge_file", "GPT-2's merges.txt")
     return _load(lambda: GPT2BPETokenizer(vocab_file, merge_file), f"--vocab-file {vocab_file} with --merge-file {merge_file}")
 
 
-def _sentencepiece(settings: TokenizerSettings) -> Tokenizer:
+def _sentencepiece(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+    from domino_lm.data.sentencepiece import LegacySentencePieceTokenizer, SentencePieceTokenizer
+
     path = _require(settings, "tokenizer_model", "a SentencePiece model")
+    special_tokens = _option(settings, "tokenizer_special_tokens") or ()
+    if _option(settings, "tokenizer_sentencepiece_legacy"):
+        return _load(lambda: LegacySentencePieceTokenizer(path, special_tokens), f"--tokenizer-model {path}")
+    if special_tokens:
+        raise TokenizerError(
+            "--tokenizer-special-tokens works with --tokenizer-sentencepiece-legacy alone; add it, or leave the tokens out."
+        )
     return _load(lambda: SentencePieceTokenizer(path), f"--tokenizer-model {path}")
 
 
-TOKENIZER_TYPES: dict[str, Callable[[TokenizerSettings], Tokenizer]] = {
+def _hugging_face(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+    from domino_lm.data.bpe import HuggingFaceTokenizer
+
+    path = _require(settings, "tokenizer_model", "a tokenizer.json or its folder", folder=True)
+    include = not _option(settings, "tokenizer_hf_no_include_special_tokens")
+    return _load(lambda: HuggingFaceTokenizer(path, include), f"--tokenizer-model {path}")
+
+
+def _null(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+    from domino_lm.data.null_tokenizer import NullTokenizer
+
+    if vocab_size is None:
+        raise TokenizerError("--tokenizer-type NullTokenizer reads numbers and has no vocabulary of its own: give --vocab-size.")
+    return NullTokenizer(
+        vocab_size,
+        eod=_option(settings, "null_tokenizer_eod_id"),
+        pad=_option(settings, "null_tokenizer_pad_id"),
+        extra_eod=bool(_option(settings, "null_tokenizer_extra_eod")),
+    )
+
+
+TOKENIZER_TYPES: dict[str, Callable[[TokenizerSettings, int | None], Tokenizer]] = {
     "GPT2BPETokenizer": _gpt2,
     "Llama2Tokenizer": _sentencepiece,
     "SentencePieceTokenizer": _sentencepiece,
     "GPTSentencePieceTokenizer": _sentencepiece,
+    "HuggingFaceTokenizer": _hugging_face,
+    "NullTokenizer": _null,
 }
+OWN_OPTIONS = {
+    "tokenizer_sentencepiece_legacy": _sentencepiece,
+    "tokenizer_special_tokens": _sentencepiece,
+    "tokenizer_hf_no_include_special_tokens": _hugging_face,
+    "null_tokenizer_eod_id": _null,
+    "null_tokenizer_pad_id": _null,
+    "null_tokenizer_extra_eod": _null,
+}
+"""Settings that only one kind of tokenizer knows."""
 
 
-def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
-    """The tokenizer that ``--tokenizer-type`` names. Raises TokenizerError on an unknown type or a missing or unreadable file."""
-    if settings.tokenizer_type not in TOKENIZER_TYPES:
-        fault = "is needed" if settings.tokenizer_type is None else f"{settings.tokenizer_type} is unknown"
-        raise TokenizerError(f"--tokenizer-type {fault}; choose one of {', '.join(TOKENIZER_TYPES)}.")
-    return TOKENIZER_TYPES[settings.tokenizer_type](settings)
+def _refuse_foreign(settings: TokenizerSettings, kind: str) -> None:
+    for name, builder in OWN_OPTIONS.items():
+        if _option(settings, name) not in (None, False, ()) and TOKENIZER_TYPES[kind] is not builder:
+            kinds = [known for known, its_builder in TOKENIZER_TYPES.items() if its_builder is builder]
+            raise TokenizerError(
+                f"--{name.replace('_', '-')} has no meaning for --tokenizer-type {kind}; it belongs to {', '.join(kinds)}."
+            )
 
 
-def _require(settings: TokenizerSettings, field: str, what: str) -> str:
+def _option(settings: TokenizerSettings, name: str) -> Any:
+    return getattr(settings, name, None)
+
+
+def _require(settings: TokenizerSettings, field: str, what: str, folder: bool = False) -> str:
     path, flag = getattr(settings, field), "--" + field.replace("_", "-")
     if not path:
         raise TokenizerError(f"--tokenizer-type {settings.tokenizer_type} needs {flag} FILE ({what}).")
-    if not os.path.isfile(path):
+    if not os.path.isfile(path) and not (folder and os.path.isdir(path)):
         raise TokenizerError(f"{flag} {path}: no such file; give the path of {what}.")
     return str(path)
 
@@ -163,23 +176,11 @@ def _require(settings: TokenizerSettings, field: str, what: str) -> str:
 def _load(build: Callable[[], Tokenizer], flags: str) -> Tokenizer:
     try:
         return build()
-    # Both libraries raise bare Exception, OSError or RuntimeError, depending on the fault.
+    except TokenizerError:
+        raise
+    # The libraries raise bare Exception, OSError or RuntimeError, depending on the fault.
     except Exception as error:
         reason = " ".join(str(error).split())
         raise TokenizerError(
             f"{flags} cannot be read as a tokenizer ({reason}); check that the file is whole and of the right kind."
         ) from error
-
-
-def _present(token_id: int) -> int | None:
-    return token_id if token_id >= 0 else None
-
-
-def _flatten(ids: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    return np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum())), lengths
-
-
-def _sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

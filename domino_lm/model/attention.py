@@ -50,8 +50,8 @@ class Attention(ShardedPart):
         s, b, _ = h.shape
         row = ctx.row
         grouped = h.view(s, b, self.local_groups, -1, self.head_width)  # [s, b, g/t, n/g + 2, d]
-        query = grouped[..., :-2, :].reshape(s, b, -1, self.head_width)  # [s, b, n/t, d]
-        key, value = grouped[..., -2, :], grouped[..., -1, :]  # [s, b, g/t, d]
+        pieces = grouped.split((grouped.shape[3] - 2, 1, 1), 3)  # its backward writes h's gradient in one pass
+        query, key, value = (piece.flatten(2, 3) for piece in pieces)  # [s, b, n/t, d], 2 x [s, b, g/t, d]
         if self.rotation is not None:
             cos, sin = (table[row.start : row.start + s] for table in self.rotation)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)

@@ -20,6 +20,12 @@ class Pending:
         self._work = work
         self._finish = finish
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the buffer, which must still be in flight."""
+        assert self._buffer is not None, "a redeemed collective has no buffer"
+        return self._buffer.nbytes
+
     def wait(self) -> Tensor:
         """Order the current stream (gloo: the host) after the collective and hand the buffer over."""
         assert self._buffer is not None, "a collective is redeemed once"

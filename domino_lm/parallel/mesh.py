@@ -58,7 +58,13 @@ class ParallelMesh:
         return cls(alone, alone, alone, device)
 
     def close(self) -> None:
-        """Leave the process groups; the mesh must not be used afterwards."""
+        """Leave the process groups; the mesh must not be used afterwards.
+
+        The groups' threads end with the last reference to them, and must while the interpreter lives: one that drops a
+        tensor later aborts the process.
+        """
+        for communicator in (self.world, self.tp, self.dp):
+            communicator.group = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

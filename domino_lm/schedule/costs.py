@@ -164,7 +164,8 @@ def model_parts(model: ModelConfig, tensor_parallel: int, hardware: Hardware) ->
         _norm(model, hardware),
         _mlp(model, tensor_parallel, hardware),
     )
-    first = block[0]._replace(parameters=block[0].parameters + _position_parameters(model))
+    no_bias = model.hidden_size * model.add_bias_linear  # the embedding has none to hand on
+    first = block[0]._replace(parameters=block[0].parameters + _position_parameters(model) - no_bias)
     layers = (first, *(block * model.num_layers)[1:])
     return (_embedding(model, tensor_parallel, hardware), *layers, _norm(model, hardware), _head(model, tensor_parallel, hardware))
 

@@ -58,8 +58,8 @@ class Recorder:
 
     def follow(self, op: Op, pending: Pending) -> None:
         """Note when a started collective completes, on its link's lane."""
-        start_s = time.perf_counter()
-        pending.on_completion(lambda: self.spans.append(Span(str(op), op.lane, start_s, time.perf_counter())))
+        start_s, size_bytes = time.perf_counter(), pending.size_bytes
+        pending.on_completion(lambda: self.spans.append(Span(str(op), op.lane, start_s, time.perf_counter(), size_bytes)))
 
 
 class Executor:
@@ -115,7 +115,11 @@ class Executor:
             if index < len(micro_batches):
                 self._cut(micro_batches[index], index % 2 if self.plan.paired else 0, weights[index])
             self._run(template, values)
-        return StepLoss(torch.stack(self._row_losses).sum(), tokens.sum())
+        return StepLoss(self.loss_sum(), tokens.sum())
+
+    def loss_sum(self) -> Tensor:
+        """Summed token losses of the micro-batches so far, 0-d; in the STEP op those of the whole step on this rank."""
+        return torch.stack(self._row_losses).sum()
 
     def _cut(self, batch: MicroBatch, micro: int, weight: Tensor) -> None:
         """Rows of a micro-batch, and under sequence parallelism this rank's share of each."""

@@ -6,6 +6,7 @@ import hashlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from domino_lm.schedule.ops import ALL_ROWS, ChainPart, Kind, Op, PartSpec, Slicing
 
@@ -63,7 +64,7 @@ def build_plan(
     slicing = Slicing(specs, tuple(row_sizes), cols, sequence_rows=sequence_rows, sequence_parallel=sequence_parallel)
     assert row_groups == 1 or not sequence_rows, "rows of one sequence go back in order, so they form no groups"
     bounds = [slicing.rows * group // row_groups for group in range(row_groups + 1)]
-    groups = [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    groups = [range(*pair) for pair in pairwise(bounds)]
     forward = [list(_forward(slicing, rows)) for rows in groups]
     backward = [list(_backward(slicing, rows)) for rows in groups]
     if row_groups > 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from domino_lm.schedule.costs import Shapes, cost
@@ -29,6 +30,7 @@ class OpTime(NamedTuple):
     transfer_s: float  # 0 for ops that start no collective
     compute_share: float  # what the collective takes of the device while it runs
     host_s: float  # to enqueue it
+    size_bytes: float = 0.0  # buffer of the collective
 
 
 class Interval(NamedTuple):
@@ -70,6 +72,27 @@ class Simulation:
         """Time that the compute lane spends in ops of ``phase``, their waits included."""
         return sum(item.end_s - item.start_s for op, item in zip(self.plan.ops, self.compute, strict=True) if op.phase == phase)
 
+    @property
+    def limit_s(self) -> float:
+        """What no order of these ops can beat: in each phase the longer of compute, with what TP collectives take of it, and TP link.
+
+        Phases that run beside each other (pairs, row groups) count as one.
+        """
+        work = {"F": [0.0, 0.0], "B": [0.0, 0.0], "S": [0.0, 0.0]}
+        for op, time in zip(self.plan.ops, self.times, strict=True):
+            on_link = op.lane == TP_LINK
+            work[op.phase][0] += time.compute_s + (time.transfer_s * time.compute_share if on_link else 0.0)
+            work[op.phase][1] += time.transfer_s if on_link else 0.0
+        if self._phases_mix():
+            work = {"FB": [sum(sums) for sums in zip(work["F"], work["B"], strict=True)], "S": work["S"]}
+        return sum(max(sums) for sums in work.values())
+
+    def _phases_mix(self) -> bool:
+        """Whether some forward still computes when a backward has begun: phases then change more than once a micro-batch and once between."""
+        bodies = [op for op in self.plan.ops if op.kind is Kind.BODY]
+        micro_batches = sum(op.phase == "F" and op.part == op.row == 0 for op in bodies)
+        return sum(before.phase != after.phase for before, after in pairwise(bodies)) > 2 * micro_batches - 1
+
     @cached_property
     def critical_path_s(self) -> float:
         """Longest chain of ops that read what the one before wrote, on a machine with lanes without number."""
@@ -86,10 +109,10 @@ class Simulation:
     def timeline(self, title: str = "", meta: dict[str, str] | None = None) -> Timeline:
         """Spans to draw: collectives on their links, everything else on the compute lane."""
         spans = []
-        for op, on_compute, transfer in zip(self.plan.ops, self.compute, self.transfers, strict=True):
+        for op, time, on_compute, transfer in zip(self.plan.ops, self.times, self.compute, self.transfers, strict=True):
             name = str(op)
             if transfer is not None:
-                spans.append(Span(name, op.lane, *transfer))
+                spans.append(Span(name, op.lane, *transfer, int(time.size_bytes)))
             if op.kind is not Kind.START or on_compute.end_s > on_compute.start_s:
                 spans.append(Span(name, COMPUTE, *on_compute))
         return Timeline.of(spans, title, meta)
@@ -120,7 +143,7 @@ def _op_time(op: Op, shapes: Shapes, hardware: Hardware, groups: tuple[Group, Gr
     if not work.collective or op.lane in free:
         return OpTime(work.seconds(hardware) + hardware.op_s, 0.0, 0.0, host_s)
     transfer = work.transfer(hardware, *groups)
-    return OpTime(work.seconds(hardware) + hardware.op_s, *transfer, host_s)
+    return OpTime(work.seconds(hardware) + hardware.op_s, *transfer, host_s, work.transfer_bytes)
 
 
 def simulate(plan: Plan, shapes: Shapes, hardware: Hardware, data_parallel: int = 1, free: Collection[str] = ()) -> Simulation:

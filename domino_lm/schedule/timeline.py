@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ class TimelineError(ValueError):
 
 @dataclass(frozen=True)
 class Span:
-    """One op on one lane, from ``start_s`` to ``end_s`` on any common clock."""
+    """One op on one lane, from ``start_s`` to ``end_s`` on any common clock; a collective's span knows its buffer's bytes."""
 
     name: str
     lane: str
     start_s: float
     end_s: float
+    size_bytes: int = 0
 
     @cached_property
     def op(self) -> Op:
@@ -55,7 +56,7 @@ class Timeline:
         """Spans sorted by start and moved so that the first one starts at 0."""
         ordered = sorted(spans, key=lambda span: (span.start_s, span.end_s))
         zero_s = ordered[0].start_s if ordered else 0.0
-        moved = (Span(span.name, span.lane, span.start_s - zero_s, span.end_s - zero_s) for span in ordered)
+        moved = (replace(span, start_s=span.start_s - zero_s, end_s=span.end_s - zero_s) for span in ordered)
         return cls(tuple(moved), title, dict(meta or {}))
 
     @property
@@ -124,7 +125,8 @@ class Timeline:
             yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": thread, "args": {"sort_index": thread}}
             for span in track:
                 times = {"ts": span.start_s * MICROSECONDS, "dur": span.duration_s * MICROSECONDS}
-                yield {"ph": "X", "name": span.name, "cat": lane, "pid": 0, "tid": thread, **times}
+                about = {"args": {"bytes": span.size_bytes}} if span.size_bytes else {}
+                yield {"ph": "X", "name": span.name, "cat": lane, "pid": 0, "tid": thread, **times, **about}
 
 
 def read_trace(path: Path | str) -> Timeline:
@@ -147,4 +149,4 @@ def _read_span(event: Mapping[str, Any]) -> Span:
     if event["cat"] not in LANE_NAMES or duration_s < 0:
         raise ValueError(f"lane {event['cat']!r}, duration {duration_s} s")
     op = Op.parse(str(event["name"]))
-    return Span(str(op), event["cat"], start_s, start_s + duration_s)
+    return Span(str(op), event["cat"], start_s, start_s + duration_s, int(event.get("args", {}).get("bytes", 0)))

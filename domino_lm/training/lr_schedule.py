@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from domino_lm.batch_schedule import BatchSchedule
 from domino_lm.config import ConfigError, OptimizerConfig
 
 
@@ -19,20 +21,29 @@ class LearningRateShape:
     style: str
     warmup_samples: float
     decay_samples: int
+    wsd_style: str | None = None
+    """Shape of WSD's decay; None for the other styles."""
+
+    wsd_samples: int | None = None
 
     @classmethod
-    def from_config(cls, optimizer: OptimizerConfig, train_iters: int, global_batch_size: int) -> LearningRateShape:
-        """Iterations times batch size; without ``lr_decay_iters`` the decay lasts as long as the run."""
-        decay = (optimizer.lr_decay_iters or train_iters) * global_batch_size
+    def from_config(cls, optimizer: OptimizerConfig, batches: BatchSchedule) -> LearningRateShape:
+        """Iterations count as many full batches; without ``lr_decay_iters`` or ``lr_decay_samples`` the decay lasts as long as the run."""
+        whole = batches.iterations * batches.full if batches.train_samples is None else batches.train_samples
+        decay = _in_samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batches.full) or whole
         fraction = optimizer.lr_warmup_fraction
-        warmup: float = optimizer.lr_warmup_iters * global_batch_size if fraction is None else fraction * decay
+        given = _in_samples(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batches.full) or 0
+        is_wsd = optimizer.lr_decay_style == "WSD"
+        anneal = _in_samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batches.full)
         return cls(
             peak=optimizer.lr,
             minimum=optimizer.min_lr,
             initial=optimizer.lr_warmup_init,
             style=optimizer.lr_decay_style,
-            warmup_samples=warmup,
+            warmup_samples=given if fraction is None else fraction * decay,
             decay_samples=decay,
+            wsd_style=optimizer.lr_wsd_decay_style if is_wsd else None,
+            wsd_samples=anneal if is_wsd else None,
         )
 
     def at(self, samples: int) -> float:
@@ -43,9 +54,38 @@ class LearningRateShape:
             return self.peak
         if samples > self.decay_samples:
             return self.minimum
+        if self.style == "inverse-square-root":
+            return max(self.minimum, self.peak * math.sqrt(max(self.warmup_samples, 1) / max(samples, 1)))
+        return self.minimum + self._share(samples) * (self.peak - self.minimum)
+
+    def _share(self, samples: int) -> float:
+        """How much of the way from minimum to peak is left."""
+        if self.style == "WSD":
+            assert self.wsd_samples is not None, "checks.check_run asks for it"
+            done = (samples - (self.decay_samples - self.wsd_samples)) / self.wsd_samples
+            return 1.0 if done <= 0 else WSD_SHARES[str(self.wsd_style)](done)
         done = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        share = 1.0 - done if self.style == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
-        return self.minimum + share * (self.peak - self.minimum)
+        return _linear(done) if self.style == "linear" else _cosine(done)
+
+
+def _linear(done: float) -> float:
+    return 1.0 - done
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (math.cos(math.pi * done) + 1.0)
+
+
+WSD_SHARES: Mapping[str, Callable[[float], float]] = {
+    "linear": _linear,
+    "cosine": _cosine,
+    "exponential": lambda done: 2.0 * 0.5**done - 1.0,
+    "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
+}
+
+
+def _in_samples(iterations: int | None, samples: int | None, batch: int) -> int | None:
+    return samples or (iterations * batch if iterations is not None else None)
 
 
 class LearningRateSchedule:
@@ -77,11 +117,11 @@ class LearningRateSchedule:
         Returns what differs, in words. Raises ConfigError without ``override``.
         """
         mine = asdict(self.shape)
-        differing = [f"{name} {state[name]} in the checkpoint, {mine[name]} now" for name in mine if state[name] != mine[name]]
+        differing = [f"{name} {state.get(name)} in the checkpoint, {mine[name]} now" for name in mine if state.get(name) != mine[name]]
         if differing and not override:
             raise ConfigError(
                 f"the learning-rate schedule differs from the checkpoint's: {'; '.join(differing)}. Give the flags of the first run "
-                f"(--lr, --min-lr, --lr-decay-style, --lr-decay-iters, --lr-warmup-iters, --global-batch-size), "
+                f"(--lr, --min-lr, --lr-decay-style, its lengths, --train-iters or --train-samples, --global-batch-size), "
                 f"or follow the new ones from here with --override-opt-param-scheduler."
             )
         self.samples = int(state["samples"])

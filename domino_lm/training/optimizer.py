@@ -87,13 +87,16 @@ class Optimizer:
         return self.tp.all_reduce(norms.double().square().sum()).sqrt()
 
     @torch.no_grad()
-    def step(self, lr: float | Tensor) -> StepInfo:
+    def step(self, lr: float | Tensor, bad_loss: Tensor | None = None) -> StepInfo:
         """Clip and update from ``main_grad`` (which clipping scales in place), without waiting for the device.
 
-        A norm that is not finite leaves weights, moments and step count as they were; the caller sees it in the result.
+        A norm that is not finite, or a ``bad_loss`` above 0 (0-d float32, the same on every rank), leaves weights, moments
+        and step count as they were; the caller sees it in the result.
         """
         norm = self.gradient_norm()
         found_inf = torch.logical_not(torch.isfinite(norm)).to(torch.float32)
+        if bad_loss is not None:
+            found_inf = torch.maximum(found_inf, bad_loss.clamp(max=1.0))
         for target, parameter in zip(self._targets, self.parameters, strict=True):
             target.grad = parameter.main_grad
         for group in self._adamw.param_groups:

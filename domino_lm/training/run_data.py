@@ -1,16 +1,21 @@
-"""The three data sets of a run, and the micro-batches that one data-parallel rank reads from them."""
+"""The data sets of a run, and the micro-batches that one data-parallel rank reads from them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from domino_lm.batch_schedule import BatchSchedule
 from domino_lm.checks import global_batch_size
-from domino_lm.config import RunConfig
-from domino_lm.data.gpt_dataset import GPTDataset, GPTDatasetConfig, build_train_valid_test
+from domino_lm.config import DataConfig, RunConfig
+from domino_lm.data.blended import BlendedDataset
+from domino_lm.data.gpt_dataset import GPTDatasetConfig
 from domino_lm.data.indices import DatasetError
-from domino_lm.data.loader import Batches, SequentialSampler
+from domino_lm.data.loader import Batches
+from domino_lm.data.samplers import CyclicSampler, FullPassSampler, Sampler, SequentialSampler
+from domino_lm.data.splits import Dataset, Splits, build_splits, sources_of
 from domino_lm.data.tokenizer import Tokenizer
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.mesh import ParallelMesh
@@ -18,19 +23,18 @@ from domino_lm.parallel.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class RunData:
-    """Samples of a run; a split without documents, or one that nothing asks for, is None."""
+    """Samples of a run. A split that has nothing, or that nothing asks for, has no data set."""
 
-    train: GPTDataset
-    valid: GPTDataset | None
-    test: GPTDataset | None
+    train: Dataset
+    valid: tuple[Dataset, ...]
+    test: Dataset | None
 
     @classmethod
     def build(cls, run: RunConfig, tokenizer: Tokenizer | None, mesh: ParallelMesh) -> RunData:
-        """Read ``--data-path``; training gets every sample of the whole run, an evaluation split those of one evaluation.
+        """Open the data; training gets every sample of the whole run, an evaluation split those of one evaluation.
 
         ``run.model.vocab_size`` must be resolved. Raises DatasetError where the data cannot give the samples.
         """
-        assert run.data.data_path is not None, "checks.check_run asks for it"
         batch = global_batch_size(run, mesh.world.size)
         evaluated = batch * run.training.eval_iters if run.training.eval_interval else 0
         config = GPTDatasetConfig(
@@ -43,31 +47,84 @@ class RunData:
             reset_attention_mask=run.data.reset_attention_mask,
             eod_mask_loss=run.data.eod_mask_loss,
         )
-        sizes = (run.training.train_iters * batch, evaluated, evaluated)
-        train, valid, test = build_train_valid_test(run.data.data_path, run.data.split, sizes, config, run.data.data_cache_path)
-        if train is None:
+        sizes = (BatchSchedule.of(run, mesh.world.size).samples, None if evaluated and run.data.full_validation else evaluated, evaluated)
+        splits: Splits = build_splits(sources_of(run.data), sizes, config, run.data.data_cache_path)
+        if splits.train is None:
             raise DatasetError(f"--split {run.data.split} leaves nothing to train on; its first number must be above 0.")
-        return cls(train, valid if evaluated else None, test if evaluated else None)
+        return cls(splits.train, tuple(splits.valid) if evaluated else (), splits.test if evaluated else None)
+
+    def evaluated(self, split: str) -> tuple[Dataset, ...]:
+        """The data sets of ``split``, valid or test: none, one, or several validation sets."""
+        if split == "valid":
+            return self.valid
+        return () if self.test is None else (self.test,)
+
+    def describe(self) -> str:
+        """How many samples training has, and what it takes from each source."""
+        if not isinstance(self.train, BlendedDataset):
+            return f"{len(self.train):,} training samples from {self.train.indexed.prefix}"
+        shares = self.train.shares()
+        lines = [f"{share.samples:,} ({share.epochs:.3g} epochs) from {share.prefix}" for share in shares]
+        return "\n".join([f"{sum(share.samples for share in shares):,} training samples:", *(f"{'':10}{line}" for line in lines)])
 
 
 class MicroBatches:
-    """This rank's micro-batches of one data set, from ``consumed_samples`` on, step after step."""
+    """This rank's micro-batches of the training set, from ``consumed_samples`` on, step after step."""
 
-    def __init__(self, dataset: GPTDataset, consumed_samples: int, micro_batch_size: int, mesh: ParallelMesh) -> None:
-        self._batches = Batches(
-            dataset,
-            SequentialSampler(
-                len(dataset),
-                micro_batch_size=micro_batch_size,
-                consumed_samples=consumed_samples,
-                data_parallel_rank=mesh.dp.rank,
-                data_parallel_size=mesh.dp.size,
-            ),
-        )
+    def __init__(
+        self, dataset: Dataset, consumed_samples: int, micro_batch_size: int, mesh: ParallelMesh, settings: DataConfig | None = None
+    ) -> None:
+        settings = settings or DataConfig(num_workers=0)
+        self._batches = Batches(dataset, _sampler(len(dataset), consumed_samples, micro_batch_size, mesh, settings), settings.num_workers)
         self._device: torch.device = mesh.device
         self._stride = micro_batch_size * mesh.dp.size
         self._first = micro_batch_size * mesh.dp.rank
 
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that this rank's steps have waited for data so far."""
+        return self._batches.blocked_s
+
     def take(self, count: int) -> list[MicroBatch]:
         """The next step's ``count`` micro-batches; each knows where its first sample stands in the global batch."""
         return [MicroBatch.from_samples(next(self._batches), self._device, self._first + self._stride * i) for i in range(count)]
+
+
+def evaluation_batches(dataset: Dataset, run: RunConfig, mesh: ParallelMesh, num_micro_batches: int) -> Iterator[MicroBatch]:
+    """Micro-batches of one evaluation on this rank: those of ``--eval-iters`` global batches, or with --full-validation all.
+
+    The ranks that share a model get equally many; data-parallel ranks may get one more or less of a full pass.
+    """
+    size = run.training.micro_batch_size
+    sampler: Sampler
+    if run.data.full_validation and dataset.split == "valid":
+        sampler = FullPassSampler(len(dataset), micro_batch_size=size, data_parallel_rank=mesh.dp.rank, data_parallel_size=mesh.dp.size)
+        count = len(sampler)
+    else:
+        sampler = SequentialSampler(len(dataset), micro_batch_size=size, data_parallel_rank=mesh.dp.rank, data_parallel_size=mesh.dp.size)
+        count = run.training.eval_iters * num_micro_batches
+    batches = Batches(dataset, sampler, run.data.num_workers)
+    try:
+        for _ in range(count):
+            yield MicroBatch.from_samples(next(batches), mesh.device)
+    finally:
+        batches.close()
+
+
+def _sampler(samples: int, consumed_samples: int, micro_batch_size: int, mesh: ParallelMesh, settings: DataConfig) -> Sampler:
+    if settings.dataloader_type == "cyclic":
+        return CyclicSampler(
+            samples,
+            micro_batch_size=micro_batch_size,
+            consumed_samples=consumed_samples,
+            data_parallel_rank=mesh.dp.rank,
+            data_parallel_size=mesh.dp.size,
+            data_sharding=settings.data_sharding,
+        )
+    return SequentialSampler(
+        samples,
+        micro_batch_size=micro_batch_size,
+        consumed_samples=consumed_samples,
+        data_parallel_rank=mesh.dp.rank,
+        data_parallel_size=mesh.dp.size,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -92,17 +92,28 @@ def _block(spec: ParameterSpec, prefix: str, global_shape: tuple[int, ...], offs
     return Block(prefix + spec.key, global_shape, tuple(offsets), values, spec.shard_dim is not None, spec.vocab_rows)
 
 
-def write_blocks(folder: Path, blocks: Sequence[Block], world: Communicator) -> None:
+def write_blocks(
+    folder: Path,
+    blocks: Sequence[Block],
+    world: Communicator,
+    objects: Mapping[str, bytes] | None = None,
+    resolve: Callable[[Block], Tensor] | None = None,
+) -> None:
     """Write every rank's ``blocks`` into ``folder``, synced; all ranks call this, each with blocks that no other writes.
 
-    Raises CheckpointError on all ranks where any of them fails.
+    ``objects`` are bytes under keys of their own. ``resolve`` gives each block's values when its turn comes, so that they
+    need not be in memory together; planning takes shapes and types from the block. Raises CheckpointError on all ranks
+    where any of them fails.
     """
+    planner = _BlockWriter(blocks, objects or {}, resolve or (lambda block: block.values))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save({}, storage_writer=_Writer(folder), planner=_BlockWriter(blocks), process_group=world.group, no_dist=world.size == 1)
+            save({}, storage_writer=_Writer(folder), planner=planner, process_group=world.group, no_dist=world.size == 1)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, CheckpointError) and world.size == 1:
+            raise cause from error
         raise CheckpointError(f"rank {rank} failed with {type(cause).__name__}: {cause}") from error
 
 
@@ -127,18 +138,23 @@ class _Writer(FileSystemWriter):
 
 
 class _BlockWriter(DefaultSavePlanner):
-    """Plans one write for each block; PyTorch checks that they tile every global tensor."""
+    """Plans one write for each block and object; PyTorch checks that blocks tile every global tensor."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[Block], objects: Mapping[str, bytes], resolve: Callable[[Block], Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._blocks = {block.place: block for block in blocks}
+        self._objects = objects
+        self._resolve = resolve
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(block) for block in self._blocks.values()])
+        objects = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._objects]
+        self.plan = SavePlan([*(_write_item(block) for block in self._blocks.values()), *objects])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        return self._blocks[_place(write_item.index)].values
+        if write_item.type == WriteItemType.BYTE_IO:
+            return BytesIO(self._objects[write_item.index.fqn])
+        return self._resolve(self._blocks[_place(write_item.index)])
 
 
 def _write_item(block: Block) -> WriteItem:
@@ -158,11 +174,11 @@ def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
 
 
-def plan_reads(folder: Path, metadata: Metadata, blocks: Sequence[Block]) -> dict[str, list[ReadItem]]:
+def plan_reads(folder: Path, metadata: Metadata, blocks: Sequence[Block], complete: bool = True) -> dict[str, list[ReadItem]]:
     """Work out which stored chunks fill ``blocks``, by key, without touching a value.
 
     Rows of a padded vocabulary may differ between ``blocks`` and the checkpoint, as long as it holds the true rows; all
-    other shapes must be equal. Raises CheckpointError naming keys, what the run needs and what the checkpoint holds.
+    other shapes must be equal. Where the blocks are a ``complete`` model, it may hold no other weights. Raises CheckpointError naming keys, what the run needs and what the checkpoint holds.
     """
     by_key: dict[str, list[Block]] = {}
     for block in blocks:
@@ -178,7 +194,7 @@ def plan_reads(folder: Path, metadata: Metadata, blocks: Sequence[Block]) -> dic
             fault = _hole(reads[key], _stored_parts(wanted, tensor))
         if fault is not None:
             faults.append((key, fault))
-    for key in stored.keys() - by_key.keys():
+    for key in stored.keys() - by_key.keys() if complete else ():
         if isinstance(stored[key], TensorStorageMetadata) and not key.startswith(OPTIMIZER_PREFIX):
             faults.append((key, "the checkpoint holds it, the run has no such tensor"))
     if faults:
@@ -223,8 +239,12 @@ def _hole(items: Sequence[ReadItem], parts: Iterator[ChunkStorageMetadata]) -> s
 
 
 def _misfit(folder: Path, faults: Sequence[tuple[str, str]], stored: Mapping[str, object]) -> str:
-    if all(key.startswith(OPTIMIZER_PREFIX) for key, _ in faults) and not any(key.startswith(OPTIMIZER_PREFIX) for key in stored):
-        return f"{folder}: the checkpoint holds no optimizer state; pass --no-load-optim to load the weights alone"
+    if all(key.startswith(OPTIMIZER_PREFIX) for key, _ in faults) and not any(
+        key.startswith(f"{OPTIMIZER_PREFIX}state.") for key in stored
+    ):
+        other = any(key.startswith(OPTIMIZER_PREFIX) for key in stored)
+        what = "optimizer state only by gradient buckets, which is not read" if other else "no optimizer state"
+        return f"{folder}: the checkpoint holds {what}; pass --no-load-optim to load the weights alone"
     shown = "; ".join(f"{key}: {fault}" for key, fault in faults[:_FAULTS_SHOWN])
     more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
     return (

@@ -8,38 +8,30 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from typing import Any
 
 import torch
 
 from domino_lm.arguments import flat_values
-from domino_lm.checks import data_parallel_size, global_batch_size
-from domino_lm.config import ConfigError, ModelConfig, RunConfig
+from domino_lm.batch_schedule import BatchSchedule
+from domino_lm.checks import data_parallel_size
+from domino_lm.config import ConfigError, RunConfig
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor, Recorder, StepLoss
-from domino_lm.schedule.plan import cut
 from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.timeline import Timeline
 from domino_lm.training.checkpoint import load_checkpoint, save_checkpoint
 from domino_lm.training.checkpoint_source import softmax_rows_of
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
-from domino_lm.training.metrics import LogInterval, RunRate, StepReport, TensorBoardLog, validation_line
+from domino_lm.training.metrics import StepReport, validation_line
+from domino_lm.training.norms import parameter_norm, zero_gradients
 from domino_lm.training.optimizer import Optimizer, StepInfo
+from domino_lm.training.resume import refuse_other_model
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
-from domino_lm.training.stop import StopSignal
-
-LEFT_OPEN_TO_RESUME = {
-    "attention_dropout",
-    "hidden_dropout",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-    "mask_padded_vocab",  # the checkpoint knows which rows take part
-    "seq_length",
-}
-"""Settings of a model that may change between a checkpoint and the run that resumes it."""
+from domino_lm.training.stop import Asked, GarbageCollection, StopSignal
+from domino_lm.training.watch import Watch
 
 
 class TrainingError(RuntimeError):
@@ -52,7 +44,7 @@ class FitResult:
 
     iteration: int
     reason: str
-    """finished, exit-interval or SIGTERM."""
+    """finished, SIGTERM, exit-interval, exit-samples or exit-duration-in-mins."""
 
     first_loss: float
     """Of the first step that ran here, before it changed a weight; nan where none ran."""
@@ -60,14 +52,20 @@ class FitResult:
     tokens_per_s: float
     """Over all ranks, without evaluations, saving and the first step; 0 where there was no second step."""
 
+    data_ms_per_step: float = 0.0
+    """Time that rank 0 waited for data in a step, the first one left out."""
+
     def __str__(self) -> str:
-        return f"training ended: {self.reason} at iteration {self.iteration}, first loss {self.first_loss:.4f}, {self.tokens_per_s:,.0f} tokens/s"
+        return (
+            f"training ended: {self.reason} at iteration {self.iteration}, first loss {self.first_loss:.4f}, "
+            f"{self.tokens_per_s:,.0f} tokens/s, {self.data_ms_per_step:.1f} ms of a step waiting for data"
+        )
 
 
 class Trainer:
     """Runs the steps of one run. Built once; every rank of the mesh holds one and calls the same methods.
 
-    ``console`` prints a line (rank 0 alone does); ``log`` is TensorBoard's, on the one rank that has it.
+    ``console`` prints a line (rank 0 alone does).
     """
 
     def __init__(
@@ -83,7 +81,8 @@ class Trainer:
         self.run, self.mesh, self.stack, self.data = run, mesh, stack, data
         self.console = console if mesh.world.rank == 0 else lambda line: None
         self.tokenizer_identity = tokenizer_identity
-        self.batch_size = global_batch_size(run, mesh.world.size)
+        self.batches = BatchSchedule.of(run, mesh.world.size)
+        self.batch_size = self.batches.full
         self.num_micro_batches = self.batch_size // (run.training.micro_batch_size * data_parallel_size(run, mesh.world.size))
         self.optimizer = Optimizer(stack.parameters(), run.optimizer, mesh.tp)
         self.plan, gradients = prepare_plan(stack, mesh, run.schedule, run.training.micro_batch_size, run.model.seq_length)
@@ -96,71 +95,88 @@ class Trainer:
             seed=run.training.seed,
             per_token_loss=run.training.calculate_per_token_loss,
         )
-        self.schedule = LearningRateSchedule(LearningRateShape.from_config(run.optimizer, run.training.train_iters, self.batch_size))
+        self.schedule = LearningRateSchedule(LearningRateShape.from_config(run.optimizer, self.batches))
         self.iteration = 0
         self.consumed_samples = 0
         self._update_info: StepInfo | None = None
+        self._logged: list[torch.Tensor] = []
         self._bad_steps = 0
         self._saved_at: int | None = None
         self._evaluated: dict[str, tuple[int, float]] = {}
 
     def fit(self) -> FitResult:
-        """Train up to ``--train-iters``, or until an exit is asked for; the last state is saved, once.
+        """Train to the end of the run, or until an exit is asked for; the last state is saved, once.
 
         Raises TrainingError when too many steps in a row are not finite.
         """
-        log, interval, reports = self._open_log(), LogInterval(), RunRate()
-        begin, reason = self.iteration, "finished"
-        with StopSignal() as signal:
-            batches = self.training_batches() if begin < self.run.training.train_iters else None
-            while batches is not None and self.iteration < self.run.training.train_iters:
-                recorder = self._recorder(begin)
-                report, stop_asked = self.step(batches, signal.asked, recorder)
-                if recorder is not None:
-                    self._write_timeline(recorder)
-                reports.add(report)
-                self._report(report, interval, log)
-                if stop_asked:
-                    reason = "SIGTERM"
-                    break
-                if self._due(self.run.training.eval_interval):
-                    self._evaluate_split("valid", log)
-                if self._due(self.run.training.exit_interval):
-                    reason = "exit-interval"
-                    break
-                if self._due(self.run.checkpoint.save_interval):
-                    self.save()
-            self.save()
-            if reason == "finished":
-                self._evaluate_at_end(log)
-        if log is not None:
-            log.close()
-        tokens_per_step = self.batch_size * self.run.model.seq_length
-        return FitResult(self.iteration, reason, reports.first_loss, reports.steps_per_s * tokens_per_step)
+        begin, began_s = self.iteration, time.monotonic()
+        watch = Watch(
+            self.run, self.console, self.mesh.world, self.mesh.device, self.batches.iterations, self.iteration, self.consumed_samples
+        )
+        self.console, console = watch.print, self.console
+        garbage = GarbageCollection(self.run.training.manual_gc, self.run.training.manual_gc_interval)
+        reason = "finished"
+        try:
+            with StopSignal() as signal, garbage:
+                batches = None if self._at_end() else self.training_batches()
+                while batches is not None and not self._at_end():
+                    asked = Asked(signal.asked, self._out_of_time(began_s))
+                    recorder = self._recorder(begin, watch)
+                    report, agreed = self.step(batches, asked, recorder)
+                    if recorder is not None and self._is_timeline_step(begin):
+                        self._write_timeline(recorder)
+                    watch.step(report)
+                    garbage.step(self.iteration)
+                    reason = self._reason_to_stop(agreed) or reason
+                    if reason == "SIGTERM":
+                        break
+                    if self._due(self.run.training.eval_interval):
+                        garbage.collect()
+                        self._evaluate_split("valid", watch)
+                    if reason != "finished":
+                        break
+                    if self._due(self.run.checkpoint.save_interval):
+                        garbage.collect()
+                        self.save()
+                self.save()
+                if reason == "finished":
+                    for split in ("valid", "test"):
+                        self._evaluate_split(split, watch, at_end=True)
+        finally:
+            watch.close()
+            self.console = console
+        rate = watch.rate
+        tokens_per_s = rate.sequences_per_s * self.run.model.seq_length
+        return FitResult(self.iteration, reason, rate.first_loss, tokens_per_s, rate.data_s_per_step * 1e3)
 
-    def step(self, batches: MicroBatches, stop_here: bool = False, recorder: Recorder | None = None) -> tuple[StepReport, bool]:
-        """One optimizer step over a global batch; says too whether any rank has ``stop_here``. ``recorder`` collects its timeline."""
-        begin = time.perf_counter()
-        micro_batches = batches.take(self.num_micro_batches)
+    def step(self, batches: MicroBatches, asked: Asked | None = None, recorder: Recorder | None = None) -> tuple[StepReport, Asked]:
+        """One optimizer step over a global batch; gives too what any rank has ``asked``. ``recorder`` collects its timeline."""
+        begin, waited = time.perf_counter(), batches.blocked_s
+        size = self.batches.at(self.consumed_samples)
+        micro_batches = batches.take(size // (self.run.training.micro_batch_size * data_parallel_size(self.run, self.mesh.world.size)))
+        waited = batches.blocked_s - waited
         loss = self.executor.run_step(micro_batches, self.iteration, recorder)
-        loss_sum, tokens, stops, grad_norm, skipped = self._read_edge(loss, stop_here)
+        loss_sum, tokens, signals, over, grad_norm, skipped, *logged = self._read_edge(loss, asked or Asked())
         self.iteration += 1
-        self.consumed_samples += self.batch_size
+        self.consumed_samples += size
         if not skipped:
-            self.schedule.advance(self.batch_size)
+            self.schedule.advance(size)
         report = StepReport(
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
-            batch_size=self.batch_size,
+            batch_size=size,
             loss_sum=loss_sum,
             tokens=int(tokens),
             learning_rate=self.schedule.value(),
             grad_norm=grad_norm,
             skipped=bool(skipped),
             seconds=time.perf_counter() - begin,
+            data_seconds=waited,
+            exposed_s=self._exposed_s(recorder),
+            **self._named(logged),
         )
         self._refuse_endless_skipping(report)
-        return report, stops > 0
+        return report, Asked(signals > 0, over > 0)
 
     @torch.no_grad()
     def evaluate(self, dataset: Any) -> float:
@@ -198,7 +214,7 @@ class Trainer:
         checkpoint = self.run.checkpoint
         if checkpoint.load is None:
             return
-        optimizer = None if checkpoint.no_load_optim else self.optimizer
+        optimizer = None if checkpoint.no_load_optim or checkpoint.finetune else self.optimizer
         state = load_checkpoint(checkpoint.load, self.stack, optimizer, self.mesh)
         if state is None:
             if checkpoint.exit_on_missing_checkpoint:
@@ -228,19 +244,32 @@ class Trainer:
         self.console(f"resumed from {checkpoint.load} at iteration {found}, {self.consumed_samples} samples consumed")
 
     def _update(self) -> None:
-        """What the plan's STEP op does."""
-        self._update_info = self.optimizer.step(self.schedule.value())
+        """What the plan's STEP op does. A loss that is not finite on any replica keeps the weights as they are."""
+        logging, tp = self.run.logging, self.mesh.tp
+        bad_loss = torch.logical_not(torch.isfinite(self.executor.loss_sum())).to(torch.float32)
+        self._logged = []
+        if logging.log_num_zeros_in_grad:
+            self._logged.append(zero_gradients(self.stack.parameters(), tp))
+        self._update_info = self.optimizer.step(self.schedule.value(), self.mesh.dp.all_reduce(bad_loss))
+        if logging.log_params_norm:
+            self._logged.append(parameter_norm(self.stack.parameters(), tp))
 
-    def _read_edge(self, loss: StepLoss, stop_here: bool) -> list[float]:
-        """The one host read of a step: loss sum, tokens, ranks that ask to stop, gradient norm, skipped."""
+    def _named(self, logged: list[float]) -> dict[str, Any]:
+        """The numbers that `_update` logs, by the names of the report's fields."""
+        logging, values = self.run.logging, iter(logged)
+        zeros = {"num_zeros": int(next(values))} if logging.log_num_zeros_in_grad else {}
+        return zeros | ({"params_norm": next(values)} if logging.log_params_norm else {})
+
+    def _read_edge(self, loss: StepLoss, asked: Asked) -> list[float]:
+        """The one host read of a step: loss sum, tokens, ranks that ask to stop (by signal, by time), gradient norm, skipped, `_logged`."""
         info = self._update_info
         assert info is not None, "the plan's STEP op runs before a step ends"
         counted = self.mesh.tp.rank == 0  # the ranks of a TP group hold the same loss
-        mine = torch.stack(
-            [loss.loss_sum.double() * counted, loss.tokens.double() * counted, loss.loss_sum.new_full((), stop_here).double()]
-        )
+        sums = [loss.loss_sum.double() * counted, loss.tokens.double() * counted]
+        mine = torch.stack([*sums, *(loss.loss_sum.new_full((), flag).double() for flag in asked)])
         total = self.mesh.world.all_reduce(mine)
-        values: list[float] = torch.cat([total, torch.stack([info.grad_norm.double(), info.found_inf.double()])]).tolist()
+        found = [info.grad_norm, info.found_inf, *self._logged]
+        values: list[float] = torch.cat([total, torch.stack([value.double() for value in found])]).tolist()
         return values
 
     def _refuse_endless_skipping(self, report: StepReport) -> None:
@@ -256,13 +285,28 @@ class Trainer:
             )
 
     def _refuse_other_model(self, state: dict[str, Any], folder: str) -> None:
-        mine, theirs = spelt_out(asdict(self.run.model)), spelt_out(state["model"])
-        differing = [name for name in mine if name not in LEFT_OPEN_TO_RESUME and name in theirs and mine[name] != theirs[name]]
-        if differing:
-            words = ", ".join(f"--{name.replace('_', '-')} {theirs[name]} there, {mine[name]} here" for name in differing)
-            raise ConfigError(f"--load {folder} holds another model: {words}. Give the flags that it was trained with.")
+        refuse_other_model(asdict(self.run.model), state["model"], folder)
         if self.tokenizer_identity and state.get("tokenizer") and state["tokenizer"] != self.tokenizer_identity:
             self.console("warning: the checkpoint was trained with another tokenizer; its token ids mean other text")
+
+    def _at_end(self) -> bool:
+        return self.batches.ended(self.iteration, self.consumed_samples)
+
+    def _out_of_time(self, began_s: float) -> bool:
+        """Whether the minutes of ``--exit-duration-in-mins`` are over on rank 0."""
+        minutes = self.run.training.exit_duration_in_mins
+        return minutes is not None and self.mesh.world.rank == 0 and time.monotonic() - began_s > minutes * 60
+
+    def _reason_to_stop(self, agreed: Asked) -> str:
+        """Why the run ends after this step, the same on every rank; empty where it goes on."""
+        training = self.run.training
+        reasons = {
+            "SIGTERM": agreed.signal,
+            "exit-duration-in-mins": agreed.time_over,
+            "exit-interval": self._due(training.exit_interval),
+            "exit-samples": training.exit_samples is not None and self.consumed_samples >= training.exit_samples,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.iteration % interval == 0  # type: ignore[operator]
@@ -271,27 +315,20 @@ class Trainer:
         """What this rank has yet to read of the training split."""
         return MicroBatches(self.data.train, self.consumed_samples, self.run.training.micro_batch_size, self.mesh, self.run.data)
 
-    def _open_log(self) -> TensorBoardLog | None:
-        folder = self.run.logging.tensorboard_dir
-        if folder is None or self.mesh.world.rank != 0:
+    def _is_timeline_step(self, begin: int) -> bool:
+        """Whether the step that was just made is the one that ``--timeline`` asks for."""
+        return self.run.logging.timeline is not None and self.iteration - begin == self.run.logging.timeline_iteration
+
+    def _recorder(self, begin: int, watch: Watch) -> Recorder | None:
+        """One for the step that ``--timeline`` asks for, and for steps whose waits are logged, on rank 0."""
+        wanted = self.run.logging.timeline is not None and self.iteration + 1 - begin == self.run.logging.timeline_iteration
+        return Recorder() if (wanted and self.mesh.world.rank == 0) or watch.wants_exposed(self.iteration + 1) else None
+
+    def _exposed_s(self, recorder: Recorder | None) -> float | None:
+        """Time that compute stood waiting for a link, where waiting blocks the host and so can be seen."""
+        if recorder is None or self.mesh.device.type != "cpu":
             return None
-        log = TensorBoardLog.open(folder, self.iteration, self.consumed_samples)
-        if log is not None:
-            log.settings(flat_values(self.run))
-        return log
-
-    def _report(self, report: StepReport, interval: LogInterval, log: TensorBoardLog | None) -> None:
-        interval.add(report)
-        if report.iteration % self.run.logging.log_interval == 0:
-            self.console(interval.line(report, self.run.training.train_iters, datetime.now()))
-            interval.clear()
-        if log is not None and report.iteration % self.run.logging.tensorboard_log_interval == 0:
-            log.step(report)
-
-    def _recorder(self, begin: int) -> Recorder | None:
-        """One for the step that ``--timeline`` asks for, on rank 0."""
-        wanted = self.run.logging.timeline is not None and self.iteration - begin + 1 == self.run.logging.timeline_iteration
-        return Recorder() if wanted and self.mesh.world.rank == 0 else None
+        return sum(Timeline.of(recorder.spans).exposed_s(phase) for phase in "FBS")
 
     def _write_timeline(self, recorder: Recorder) -> None:
         """Chrome trace and picture; what cannot be written is a warning, since training does not need it."""
@@ -307,58 +344,13 @@ class Trainer:
         except (OSError, MissingMatplotlibError) as error:
             warnings.warn(f"--timeline {self.run.logging.timeline}: {error}", stacklevel=2)
 
-    def _evaluate_split(self, split: str, log: TensorBoardLog | None, at_end: bool = False) -> None:
-        for number, dataset in enumerate(self.data.evaluated(split)):
-            several = len(self.data.evaluated(split)) > 1
-            key = f"{split} {number}" if several else split
+    def _evaluate_split(self, split: str, watch: Watch, at_end: bool = False) -> None:
+        datasets = self.data.evaluated(split)
+        for number, dataset in enumerate(datasets):
+            suffix = f"-{number}" if len(datasets) > 1 else ""
+            key = split + suffix
             if self._evaluated.get(key, (None,))[0] != self.iteration:
                 self._evaluated[key] = (self.iteration, self.evaluate(dataset))
-                if log is not None and split == "valid":
-                    suffix = f"-{number}" if several else ""
-                    log.validation(self.iteration, self.consumed_samples, self._evaluated[key][1], suffix)
-            name = {"valid": "validation", "test": "test"}[split] if at_end or several else None
-            self.console(validation_line(self.iteration, self._evaluated[key][1], f"{name}-{number}" if several else name))
-
-    def _evaluate_at_end(self, log: TensorBoardLog | None) -> None:
-        for split in ("valid", "test"):
-            self._evaluate_split(split, log, at_end=True)
-
-
-def schedule_reason(run: RunConfig, tp_size: int) -> str:
-    """Which schedule runs, in words, and why."""
-    micro, kind = run.training.micro_batch_size, run.schedule.resolved(tp_size)
-    rows, along = run.schedule.rows(micro, tp_size), run.schedule.row_dim(micro)
-    if rows > 1:
-        sizes = cut(micro, rows) if along == "batch" else cut(run.model.seq_length, rows, tp_size if run.schedule.sequence_parallel else 1)
-        what = f"{rows} rows of {' + '.join(map(str, sizes))} {'sequences' if along == 'batch' else 'tokens'}"
-        return f"{kind}, {what}: the all-reduce of one row travels while the others compute"
-    if run.schedule.domino_column_slices > 1:
-        return f"{kind}, {run.schedule.domino_column_slices} column blocks: each is reduced while the next is computed"
-    if run.schedule.schedule == "baseline":
-        return "baseline: Megatron's order, nothing is cut"
-    if tp_size == 1:
-        return "baseline: one tensor-parallel rank has no all-reduce to hide (--domino-row-slices cuts all the same)"
-    return "domino with a single row, as the flags say: it hides next to nothing"
-
-
-def spelt_out(model: dict[str, Any]) -> dict[str, Any]:
-    """A model's settings, or some of them, with what defaults stand for in place of the defaults, so that they compare."""
-    try:
-        config = ModelConfig(**model)
-    except TypeError:  # some of them, or those of another version
-        return model
-    resolved: dict[str, Any] = {
-        "ffn_hidden_size": config.ffn_width,
-        "kv_channels": config.head_width,
-        "num_query_groups": config.query_groups,
-    }
-    resolved["group_query_attention"] = config.query_groups != config.num_attention_heads
-    learned = config.position_embedding_type == "learned_absolute"
-    resolved["max_position_embeddings"] = config.position_rows if learned else None
-    return {**model, **resolved, "rotary_base": None if learned else config.rotary_base}
-
-
-def parameter_count(stack: Stack) -> int:
-    """True parameters of the unsharded model, vocabulary padding left out."""
-    specs = [parameter.spec for parameter in stack.parameters()]
-    return sum(math.prod(spec.shape if spec.vocab_rows is None else (spec.vocab_rows, *spec.shape[1:])) for spec in specs)
+                watch.validation(self.iteration, self.consumed_samples, self._evaluated[key][1], split, suffix)
+            name = {"valid": "validation", "test": "test"}[split] + suffix if at_end or suffix else None
+            self.console(validation_line(self.iteration, self._evaluated[key][1], name))

@@ -61,9 +61,7 @@ class Comparison:
         return all(difference <= tolerance for difference in (self.loss, self.norm, *self.tensors.values()))
 
 
-def run_steps(
-    run: RunConfig, mesh: ParallelMesh, schedule: ScheduleConfig, batches: MakeBatches, steps: int, dtype: torch.dtype
-) -> Steps:
+def run_steps(run: RunConfig, mesh: ParallelMesh, schedule: ScheduleConfig, batches: MakeBatches, steps: int, dtype: torch.dtype) -> Steps:
     """Train ``steps`` steps at the peak learning rate from the run's initial weights; ``batches(mesh, step)`` is this rank's share."""
     stack = build_stack(run.model, mesh.tp, run.training.seed, dtype, mesh.device)
     plan, gradients = prepare_plan(stack, mesh, schedule, run.training.micro_batch_size, run.model.seq_length)
@@ -76,9 +74,7 @@ def run_steps(
             first.extend(parameter.main_grad.clone() for parameter in stack.parameters())
         norms.append(float(optimizer.step(run.optimizer.lr).grad_norm))
 
-    executor = Executor(
-        plan, stack, mesh, gradients, update, seed=run.training.seed, per_token_loss=run.training.calculate_per_token_loss
-    )
+    executor = Executor(plan, stack, mesh, gradients, update, seed=run.training.seed, per_token_loss=run.training.calculate_per_token_loss)
     losses = []
     for step in range(steps):
         loss = executor.run_step(batches(mesh, step), step)

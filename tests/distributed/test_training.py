@@ -68,8 +68,8 @@ def test_evaluation_repeats_to_the_bit_and_leaves_training_alone(ranks: Ranks, t
 
 def evaluate_between_steps(mesh: ParallelMesh, tokens: Path) -> None:
     plain, evaluated = built(mesh, tokens), built(mesh, tokens)
-    assert evaluated.data.valid is not None
-    first, second = (evaluated.evaluate(evaluated.data.valid) for _ in range(2))
+    (valid,) = evaluated.data.valid
+    first, second = (evaluated.evaluate(valid) for _ in range(2))
     assert first == second
     assert [r.loss_sum for r in steps(plain, 3)] == [r.loss_sum for r in steps(evaluated, 3)]
 
@@ -81,8 +81,8 @@ def test_the_evaluated_loss_does_not_depend_on_the_layout(ranks: Ranks, tokens: 
 
 def first_evaluation(mesh: ParallelMesh, tokens: Path) -> float:
     trainer = built(mesh, tokens)
-    assert trainer.data.valid is not None
-    return trainer.evaluate(trainer.data.valid)
+    (valid,) = trainer.data.valid
+    return trainer.evaluate(valid)
 
 
 class Masked:
@@ -90,6 +90,7 @@ class Masked:
 
     def __init__(self, batches: Any, mask: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
         self.batches, self.mask, self.step = batches, mask, 0
+        self.blocked_s = 0.0
 
     def take(self, count: int) -> list[MicroBatch]:
         found = []

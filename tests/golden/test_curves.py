@@ -59,6 +59,7 @@ class GoldenSamples:
         self.tokens, self.loss_mask = files["tokens"], files["loss_mask"].float()  # [160, s + 1], [160, s]
         self.mesh = mesh
         self.next = 0
+        self.blocked_s = 0.0
 
     def take(self, count: int) -> list[MicroBatch]:
         stride = MICRO_BATCH * self.mesh.dp.size

@@ -1,5 +1,6 @@
-"""Sample index, split weights and the sequential sampler equal Megatron's on direct calls."""
+"""Sample index, split weights and samplers equal Megatron's on direct calls."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ import pytest
 
 from domino_lm.data.gpt_dataset import parse_split
 from domino_lm.data.indices import build_sample_index, count_samples
-from domino_lm.data.loader import LoaderError, SequentialSampler
+from domino_lm.data.samplers import CyclicSampler, FullPassSampler, LoaderError, SequentialSampler
 
 GOLDEN = Path(__file__).parent / "data"
 SAMPLE_INDEX_CASES = json.loads((GOLDEN / "sample_index_cases.json").read_text())
 SPLIT_CASES = json.loads((GOLDEN / "parse_cases.json").read_text())["split"]
-SAMPLER_CASES = [case for case in json.loads((GOLDEN / "samplers.json").read_text()) if case["sampler"] == "single"]
+SAMPLERS = json.loads((GOLDEN / "samplers.json").read_text())
+SAMPLER_CASES = [case for case in SAMPLERS if case["sampler"] == "single"]
+CYCLIC_CASES = [case for case in SAMPLERS if case["sampler"] == "random"]
+FULL_PASS_CASES = [case for case in SAMPLERS if case["sampler"] == "full_validation"]
 
 
 @pytest.mark.parametrize("case", SAMPLE_INDEX_CASES, ids=lambda case: str(case["k"]))
@@ -52,3 +56,47 @@ def test_sequential_sampler_knows_how_many_micro_batches_are_left(case: dict[str
 def test_sequential_sampler_refuses_what_megatron_refuses(case: dict[str, Any]) -> None:
     with pytest.raises(LoaderError):
         sampler(case)
+
+
+def cyclic(case: dict[str, Any]) -> CyclicSampler:
+    names = ("micro_batch_size", "consumed_samples", "data_parallel_rank", "data_parallel_size", "data_sharding")
+    return CyclicSampler(case["total_samples"], **{name: case[name] for name in names})
+
+
+def number(case: dict[str, Any]) -> str:
+    return str(SAMPLERS.index(case))
+
+
+@pytest.mark.parametrize("case", [case for case in CYCLIC_CASES if "error" not in case], ids=number)
+def test_cyclic_sampler_permutes_as_megatron_does(case: dict[str, Any]) -> None:
+    found = list(cyclic(case).epoch_batches(*divmod(case["consumed_samples"], cyclic(case).epoch_samples)))
+    assert (len(found), found[:20] + found[20:][-5:] if case["truncated"] else found) == (case["num_batches"], case["batches"])
+
+
+def in_step(case: dict[str, Any]) -> bool:
+    """Whether Megatron's rank ends its epoch with the others; where it takes one step more, it is out of step for good."""
+    return "error" not in case and case["consumed_after"] % cyclic(case).epoch_samples == 0
+
+
+@pytest.mark.parametrize("case", list(filter(in_step, CYCLIC_CASES)), ids=number)
+def test_cyclic_sampler_goes_on_into_megatrons_next_epoch(case: dict[str, Any]) -> None:
+    sampler = cyclic(case)
+    left_in_epoch = (sampler.epoch_samples - case["consumed_samples"] % sampler.epoch_samples) // sampler.samples_per_step
+    expected = case["next_epoch_first_batches"]
+    assert list(itertools.islice(sampler, left_in_epoch, left_in_epoch + len(expected))) == expected
+
+
+@pytest.mark.parametrize("case", [case for case in CYCLIC_CASES if "error" in case], ids=number)
+def test_cyclic_sampler_refuses_what_megatron_fails_on(case: dict[str, Any]) -> None:
+    with pytest.raises(LoaderError):
+        cyclic(case)
+
+
+@pytest.mark.parametrize("case", FULL_PASS_CASES, ids=number)
+def test_a_full_pass_deals_megatrons_samples(case: dict[str, Any]) -> None:
+    sampler = FullPassSampler(
+        case["total_samples"], data_parallel_rank=case["data_parallel_rank"], data_parallel_size=case["data_parallel_size"]
+    )
+    found = list(sampler)
+    assert (len(sampler), len(found)) == (case["len"], case["num_batches"])
+    assert (found[:20] + found[-5:] if case["truncated"] else found) == case["batches"]

@@ -1,81 +1,27 @@
 """Preprocessing and the data sets built on its files equal what Megatron wrote, byte for byte."""
 
-import hashlib
 import json
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from domino_lm.config import TokenizerConfig
 from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, attention_mask, build_train_valid_test
+from domino_lm.data.indexed import IndexedDataset
+from domino_lm.data.merge import merge
 from domino_lm.data.preprocess import PreprocessConfig, preprocess
+from tests.golden.token_files import GOLDEN, SP4096, TokenFiles, sha256
 
-GOLDEN = Path(__file__).parent / "data"
-EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 HASHES = json.loads((GOLDEN / "SHA256.json").read_text())
 CASES = sorted(path.stem for path in (GOLDEN / "gpt").glob("*.json"))
 INDICES = ("document_index", "sample_index", "shuffle_index")
-PARTS = {"part_a": {0}, "part_b": {1, 2}, "part_c": {3, 4, 5}}
-GPT2 = TokenizerConfig(
-    tokenizer_type="GPT2BPETokenizer",
-    vocab_file=str(GOLDEN / "tokenizers/gpt2-bpe/vocab.json"),
-    merge_file=str(GOLDEN / "tokenizers/gpt2-bpe/merges.txt"),
-)
-SP4096 = TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(EXAMPLES / "sp4096.model"))
-
-
-@dataclass
-class TokenFiles:
-    """Makes each pair of token files once, when a test first asks for it."""
-
-    folder: Path
-    made: set[str] = field(default_factory=set)
-
-    def prefix(self, stem: str, workers: int = 1) -> Path:
-        """Prefix of the pair that Megatron's tool wrote under the output prefix ``stem``."""
-        if stem not in self.made:
-            source, tokenizer, keys = stem, GPT2, ("text",)
-            if stem.endswith("_sp4096") or stem in ("part_b_keys", "sentences"):
-                source, tokenizer = stem.removesuffix("_sp4096").removesuffix("_keys"), SP4096
-            if stem == "part_b_keys":
-                keys = ("text", "src")
-            source = source.removesuffix("_gpt2").removesuffix("_gpt2_noeod")
-            output = str(self.folder / stem)
-            preprocess(
-                PreprocessConfig(
-                    input=str(self.source(source)),
-                    output_prefix=output,
-                    tokenizer=tokenizer,
-                    json_keys=keys,
-                    append_eod="noeod" not in stem,
-                    workers=workers,
-                )
-            )
-            self.made.add(stem)
-        return self.folder / f"{stem}_text_document"
-
-    def source(self, name: str) -> Path:
-        if name == "corpus":
-            return EXAMPLES / "corpus.jsonl"
-        if name == "sentences":
-            return GOLDEN / "sentences.jsonl"
-        path = self.folder / f"{name}.jsonl"
-        lines = (EXAMPLES / "corpus.jsonl").read_bytes().split(b"\n")[:-1]
-        path.write_bytes(b"".join(line + b"\n" for i, line in enumerate(lines) if i % 10 in PARTS[name]))
-        return path
 
 
 @pytest.fixture(scope="module")
 def token_files(tmp_path_factory: pytest.TempPathFactory) -> TokenFiles:
     return TokenFiles(tmp_path_factory.mktemp("token_files"))
-
-
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("extension", ["bin", "idx"])
@@ -92,6 +38,7 @@ def sha256(path: Path) -> str:
         ("part_b_keys", "text"),
         ("part_b_keys", "src"),
         ("sentences", "text"),
+        ("null100k", "text"),
     ],
 )
 def test_preprocessing_writes_megatrons_bytes(token_files: TokenFiles, stem: str, key: str, extension: str) -> None:
@@ -104,6 +51,46 @@ def test_two_workers_write_megatrons_bytes_too(tmp_path: Path) -> None:
     prefix = TokenFiles(tmp_path).prefix("corpus_gpt2", workers=2)
     expected = HASHES["corpus_gpt2_text_document"]
     assert [sha256(prefix.with_suffix(f".{half}")) for half in ("bin", "idx")] == [expected["bin_sha256"], expected["idx_sha256"]]
+
+
+def same_as(prefix: Path, name: str) -> bool:
+    expected = HASHES[name]
+    return all(sha256(Path(f"{prefix}.{half}")) == expected[f"{half}_sha256"] for half in ("bin", "idx"))
+
+
+@pytest.mark.parametrize(("workers", "sequential", "name"), [(1, False, "_partitions2"), (2, False, "_partitions2"), (1, True, "")])
+def test_partitions_put_documents_in_megatrons_order(
+    token_files: TokenFiles, tmp_path: Path, workers: int, sequential: bool, name: str
+) -> None:
+    config = PreprocessConfig(
+        input=str(token_files.source("part_a")),
+        output_prefix=str(tmp_path / "out"),
+        tokenizer=SP4096,
+        append_eod=True,
+        workers=workers,
+        partitions=2,
+        keep_sequential_samples=sequential,
+    )
+    preprocess(config)
+    assert same_as(tmp_path / "out_text_document", f"part_a_sp4096{name}_text_document")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_merged_files_have_megatrons_bytes(token_files: TokenFiles, tmp_path: Path) -> None:
+    merge([str(token_files.prefix(name)) for name in ("part_a", "part_b", "part_c")], str(tmp_path / "merged"))
+    assert same_as(tmp_path / "merged", "merged (part_a+part_b+part_c by tools/merge_datasets.py, not stored)")
+
+
+def test_a_multimodal_file_of_megatron_is_read_whole() -> None:
+    dataset = IndexedDataset(GOLDEN / "multimodal")
+    assert ([dataset.get(i).tolist() for i in range(3)], dataset.document_indices.tolist()) == ([[1, 2], [3, 4], [5, 6, 70000]], [0, 2, 3])
+    assert dataset.sequence_modes is not None
+    assert dataset.sequence_modes.tolist() == [0, 1, 2]
+
+
+def test_a_multimodal_file_is_written_as_megatron_writes_it(tmp_path: Path) -> None:
+    merge([str(GOLDEN / "multimodal")], str(tmp_path / "merged"), multimodal=True)
+    assert same_as(tmp_path / "merged", "multimodal")
 
 
 def build(meta: dict[str, Any], token_files: TokenFiles) -> dict[str, GPTDataset | None]:

@@ -41,7 +41,9 @@ def test_a_micro_batch_of_one_sequence_is_cut_along_the_sequence_only() -> None:
 
 
 def test_collectives_bound_by_latency_are_not_cut() -> None:
-    tiny = replace(SETTING, model=replace(MODEL, hidden_size=64, num_attention_heads=16, seq_length=32), micro_batch_size=4, micro_batches=1)
+    tiny = replace(
+        SETTING, model=replace(MODEL, hidden_size=64, num_attention_heads=16, seq_length=32), micro_batch_size=4, micro_batches=1
+    )
     choice = choose(tiny, AUTO)
     assert choice.chosen.name == "uncut"
     assert "latency-bound" in str(choice)

@@ -24,6 +24,7 @@ WITHOUT_TORCH = [
     "schedule.validate",
     "schedule.timeline",
     "schedule.render",
+    "schedule.report",
 ]
 
 

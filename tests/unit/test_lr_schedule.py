@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from domino_lm.batch_schedule import BatchSchedule
 from domino_lm.config import ConfigError, OptimizerConfig
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
 
@@ -16,7 +17,7 @@ BATCH = 8
 
 
 def schedule(optimizer: OptimizerConfig = MEGATRON, train_iters: int = 20) -> LearningRateSchedule:
-    return LearningRateSchedule(LearningRateShape.from_config(optimizer, train_iters, BATCH))
+    return LearningRateSchedule(LearningRateShape.from_config(optimizer, BatchSchedule(full=BATCH, start=BATCH, train_iters=train_iters)))
 
 
 def rates(run: LearningRateSchedule, steps: int) -> list[float]:
@@ -84,3 +85,32 @@ def test_an_overridden_schedule_takes_the_new_rate_from_the_first_resumed_step_o
     rates(old, 10)
     assert len(new.load_state_dict(old.state_dict(), override=True)) == 2
     assert new.value() == new.shape.at(10 * BATCH) < 6e-5
+
+
+def test_lengths_in_samples_mean_the_same_as_in_iterations() -> None:
+    by_samples = OptimizerConfig(lr=4e-3, min_lr=4e-4, lr_warmup_samples=5 * BATCH, lr_decay_samples=20 * BATCH)
+    shape = LearningRateShape.from_config(by_samples, BatchSchedule(full=BATCH, start=BATCH, train_samples=20 * BATCH))
+    assert shape == schedule().shape
+
+
+def test_the_decay_lasts_for_the_samples_of_the_run_by_default() -> None:
+    shape = LearningRateShape.from_config(OptimizerConfig(lr=1.0), BatchSchedule(full=BATCH, start=BATCH, train_samples=100))
+    assert shape.decay_samples == 100
+
+
+def test_inverse_square_root_falls_from_the_peak_at_the_end_of_the_warm_up() -> None:
+    run = schedule(OptimizerConfig(lr=1.0, min_lr=0.3, lr_decay_style="inverse-square-root", lr_warmup_iters=4), train_iters=100)
+    assert run.shape.at(4 * BATCH) == 1.0
+    assert run.shape.at(16 * BATCH) == pytest.approx(0.5)
+    assert run.shape.at(64 * BATCH) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("style", "halfway"), [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)]
+)
+def test_wsd_holds_the_peak_and_decays_at_the_end(style: str, halfway: float) -> None:
+    settings = OptimizerConfig(lr=1.0, lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=10, lr_warmup_iters=2)  # type: ignore[arg-type]
+    shape = schedule(settings, train_iters=50).shape
+    assert [shape.at(n * BATCH) for n in (1, 2, 30, 40)] == [0.5, 1.0, 1.0, 1.0]
+    assert shape.at(45 * BATCH) == pytest.approx(halfway)
+    assert shape.at(50 * BATCH) == pytest.approx(0.0)

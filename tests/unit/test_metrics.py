@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from domino_lm.training.metrics import LogInterval, StepReport, TensorBoardLog, validation_line
+from domino_lm.training.metrics import LogInterval, SpeedScale, StepReport, validation_line
+from domino_lm.training.metrics_file import MetricsFile, read_lines
+from domino_lm.training.tensorboard import TensorBoardLog
+from domino_lm.training.wandb_log import WandbLog
 
 REPORT = StepReport(
     iteration=1,
@@ -24,6 +28,9 @@ REPORT = StepReport(
     seconds=0.0727,
 )
 NOW = datetime(2026, 11, 29, 17, 44, 31, 53224)
+
+
+SCALE = SpeedScale(seq_length=30, flops_per_token=1e9, ranks=2, peak_flops=1e13)
 
 
 def line(*reports: StepReport) -> str:
@@ -121,3 +128,101 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="--tensorboard-dir .* cannot be written"):
         assert TensorBoardLog.open(str(tmp_path / "file"), 0, 0) is None
+
+
+def test_asked_for_numbers_stand_where_megatron_puts_them() -> None:
+    interval = LogInterval(SCALE, log_throughput=True)
+    report = replace(REPORT, num_zeros=2, params_norm=38.1031, seconds=0.1)
+    interval.add(report)
+    found = interval.line(report, 20, NOW)
+    assert "| elapsed time per iteration (ms): 100.0 | throughput per GPU (TFLOP/s/GPU): 1.2 | learning rate" in found
+    assert "| grad norm: 2.856 | num zeros: 2 | params norm: 38.103 | number of skipped" in found
+
+
+def test_the_speed_line_says_tokens_waits_memory_and_mfu() -> None:
+    interval = LogInterval(SCALE)
+    interval.add(replace(REPORT, seconds=0.1))
+    interval.add(replace(REPORT, seconds=0.1, data_seconds=0.002, exposed_s=0.025))
+    assert interval.speed_line(2**29) == (
+        "   tokens/s: 2,400 | exposed communication: 25.0% of a step | waiting for data: 1.0 ms a step | memory: 0.50 GiB | MFU: 12.0%"
+    )
+
+
+def test_without_a_known_peak_or_a_recorded_step_the_speed_line_says_so() -> None:
+    interval = LogInterval(replace(SCALE, peak_flops=None))
+    interval.add(REPORT)
+    assert "exposed communication: n/a" in interval.speed_line(0)
+    assert interval.speed_line(0).endswith("MFU: n/a")
+
+
+def test_tensorboard_holds_what_was_asked_for(tmp_path: Path) -> None:
+    log = TensorBoardLog.open(str(tmp_path), 0, 0, world_size=2)
+    assert log is not None
+    log.step(replace(REPORT, num_zeros=7, params_norm=38.5), throughput=1.5)
+    log.close()
+    found = points(tmp_path)
+    assert (found["num-zeros"], found["params-norm"], found["world-size"]) == ([(1, 7.0)], [(1, 38.5)], [(1, 2.0)])
+    assert found["num-zeros vs samples"] == [(8, 7.0)]
+    assert found["throughput"] == [(1, 1.5)]
+
+
+def test_a_resumed_metrics_file_holds_each_step_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "new" / "metrics.jsonl")
+    for begin, end in [(0, 5), (3, 6)]:
+        file = MetricsFile.open(path, begin)
+        assert file is not None
+        for iteration in range(begin + 1, end + 1):
+            file.write({"iteration": iteration, "run": begin})
+        file.close()
+    assert [line["iteration"] for line in read_lines(path)] == [1, 2, 3, 4, 5, 6]
+    assert [line["run"] for line in read_lines(path)] == [0, 0, 0, 3, 3, 3]
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_metrics_file(tmp_path: Path) -> None:
+    file = MetricsFile.open(str(tmp_path / "metrics.jsonl"), 0)
+    assert file is not None
+    file.write({"iteration": 1, "lm_loss": float("nan")})
+    file.close()
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"iteration": 1, "lm_loss": None}]
+
+
+def test_a_metrics_file_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="--metrics-file .* cannot be written"):
+        assert MetricsFile.open(str(tmp_path), 0) is None
+
+
+def test_wandb_that_is_not_installed_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.warns(UserWarning, match="pip install wandb"):
+        assert WandbLog.open("project", None, None, {}) is None
+
+
+class FakeWandb:
+    """What of the wandb package is used, kept in memory."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.opened: dict[str, object] = {}
+        self.finished = False
+
+    def init(self, **settings: object) -> FakeWandb:
+        self.opened = settings
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_wandb_gets_settings_and_the_values_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = WandbLog.open("project", "name", None, {"num_layers": 2})
+    assert log is not None
+    log.log({"lm loss": 1.0, "params-norm": None}, 3)
+    log.close()
+    assert fake.opened == {"project": "project", "name": "name", "dir": None, "config": {"num_layers": 2}}
+    assert fake.logged == [(3, {"lm loss": 1.0})]
+    assert fake.finished

@@ -95,6 +95,13 @@ def test_the_makespan_is_at_least_the_critical_path(case: tuple[Plan, Shapes, Ha
 
 @LAW
 @given(cases())
+def test_the_makespan_is_at_least_the_limit(case: tuple[Plan, Shapes, Hardware, int]) -> None:
+    step = run(case)
+    assert step.makespan_s >= step.limit_s * (1 - CLOSE)
+
+
+@LAW
+@given(cases())
 def test_spans_of_a_lane_never_overlap(case: tuple[Plan, Shapes, Hardware, int]) -> None:
     timeline = run(case).timeline()
     for lane in (COMPUTE, TP_LINK, DP_LINK):

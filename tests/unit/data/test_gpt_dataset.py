@@ -92,6 +92,20 @@ def test_sequences_without_tokens_are_refused(tmp_path: Path) -> None:
         dataset(tmp_path / "zero", 3)
 
 
+def test_numbers_that_are_no_token_ids_are_refused(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.float32) as writer:
+        writer.add_document(np.ones(20, np.float32))
+    with pytest.raises(DatasetError, match=r"x\.bin holds float32 numbers"):
+        dataset(tmp_path / "x")
+
+
+def test_multimodal_data_is_refused(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.int32, multimodal=True) as writer:
+        writer.add_documents(np.ones(20, np.int32), [20], [1], [1])
+    with pytest.raises(DatasetError, match="multimodal"):
+        build_train_valid_test(tmp_path / "x", "1", (None, 0, 0), GPTDatasetConfig(sequence_length=8, seed=1))
+
+
 def test_too_few_tokens_for_one_sample_are_refused(prefix: Path) -> None:
     with pytest.raises(DatasetError, match=r"has 110 tokens, too few for one sample of --seq-length 110 and its last label"):
         dataset(prefix, sequence_length=110)

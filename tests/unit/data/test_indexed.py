@@ -141,11 +141,31 @@ def test_a_short_token_file_is_refused_on_opening(prefix: str, size: int) -> Non
         IndexedDataset(prefix)
 
 
-def test_a_multimodal_index_is_named_as_such(prefix: str) -> None:
-    path = Path(prefix + ".idx")
-    path.write_bytes(path.read_bytes() + b"\0\1\2")
-    with pytest.raises(IndexedDatasetError, match="multimodal"):
-        IndexedDataset(prefix)
+def test_modes_come_back_as_written(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.int32, multimodal=True) as writer:
+        writer.add_documents([1, 2, 3], [1, 2], [2], modes=[0, 3])
+    modes = IndexedDataset(tmp_path / "x").sequence_modes
+    assert modes is not None
+    assert modes.tolist() == [0, 3]
+
+
+def test_a_file_without_modes_has_none(prefix: str) -> None:
+    assert IndexedDataset(prefix).sequence_modes is None
+
+
+@pytest.mark.parametrize(
+    ("multimodal", "modes", "message"), [(False, [0], "not multimodal"), (True, None, "multimodal"), (True, [0, 0], "2 modes")]
+)
+def test_modes_that_do_not_fit_are_refused(tmp_path: Path, multimodal: bool, modes: list[int] | None, message: str) -> None:
+    with pytest.raises(IndexedDatasetError, match=message), IndexedDatasetWriter(tmp_path / "x", np.int32, multimodal) as writer:
+        writer.add_documents([1], [1], [1], modes=modes)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(6, np.float64), (7, np.float32)])
+def test_codes_6_and_7_are_double_and_single_precision(tmp_path: Path, code: int, dtype: type) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", dtype) as writer:
+        writer.add_document(np.array([0.5, 2.0], dtype))
+    assert ((tmp_path / "x.idx").read_bytes()[17], IndexedDataset(tmp_path / "x").get(0).tolist()) == (code, [0.5, 2.0])
 
 
 def test_a_missing_half_is_named(prefix: str) -> None:

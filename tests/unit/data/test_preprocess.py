@@ -1,6 +1,8 @@
 """Preprocessing: one clear line for each fault, no file left behind, the same bytes for any number of workers."""
 
+import contextlib
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -13,10 +15,11 @@ from typing import Any
 import pytest
 
 from domino_lm.config import TokenizerConfig
-from domino_lm.data.documents import Block, PreprocessError
 from domino_lm.data.indexed import IndexedDataset
-from domino_lm.data.preprocess import PreprocessConfig, Summary, preprocess, read_blocks
+from domino_lm.data.inputs import PreprocessError, read_blocks
+from domino_lm.data.preprocess import PreprocessConfig, Summary, preprocess
 from domino_lm.data.tokenizer import build_tokenizer
+from domino_lm.data.tokenizer_flags import ToolTokenizer
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -142,14 +145,13 @@ def test_damaged_gzip_input_is_refused(tmp_path: Path, data: bytes) -> None:
 @pytest.mark.parametrize("size_bytes", [1, 10, 26, 27, 1000])
 def test_blocks_are_whole_lines_and_know_their_place(tmp_path: Path, size_bytes: int) -> None:
     data = GOOD * 3 + b"\n" + b"x" * 100 + b"\n" + GOOD[:-1]
-    (tmp_path / "file").write_bytes(data)
-    with open(tmp_path / "file", "rb") as source:
-        blocks = list(read_blocks(source, "file", size_bytes))
+    path = str(tmp_path / "file")
+    Path(path).write_bytes(data)
+    blocks = list(read_blocks([path], ["text"], size_bytes))
     assert b"".join(block.data for block in blocks) == data
     for block in blocks:
-        assert block == Block(
-            data[block.offset_bytes :][: len(block.data)], 1 + data[: block.offset_bytes].count(b"\n"), block.offset_bytes
-        )
+        begin = block.offset_bytes
+        assert (block.path, block.data, block.first_line) == (path, data[begin:][: len(block.data)], 1 + data[:begin].count(b"\n"))
         assert block.offset_bytes == 0 or data[block.offset_bytes - 1 : block.offset_bytes] == b"\n"
 
 
@@ -267,3 +269,220 @@ def test_workers_end_with_a_parent_that_is_stopped(tmp_path: Path, number: signa
         time.sleep(0.05)
     if number == signal.SIGTERM:
         assert outputs(tmp_path) == []
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    """Tokens of each document."""
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.document_indices
+    return [[int(t) for i in range(a, b) for t in dataset.get(i)] for a, b in itertools.pairwise(bounds)]
+
+
+def ids(*texts: str) -> list[list[int]]:
+    tokenizer = build_tokenizer(TOKENIZER)
+    return [tokenizer.encode(text) for text in texts]
+
+
+def as_lines(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def compressed(name: str, data: bytes) -> bytes:
+    if name == "gz":
+        return gzip.compress(data)
+    zstandard = pytest.importorskip("zstandard")
+    half = len(data) // 2
+    return b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:]))
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_compressed_input_gives_the_same_documents(tmp_path: Path, kind: str) -> None:
+    run(tmp_path, compressed(kind, as_lines("a", "b c", "d" * 5000) * 50), f"input.jsonl.{kind}")
+    assert documents(tmp_path / "out_text_document") == ids("a", "b c", "d" * 5000) * 50
+
+
+@pytest.mark.parametrize("cut", [-1, 10])
+def test_damaged_zstd_input_is_refused(tmp_path: Path, cut: int) -> None:
+    with pytest.raises(PreprocessError, match="the zstd file is damaged"):
+        run(tmp_path, compressed("zst", as_lines("some text") * 50)[:cut], "input.jsonl.zst")
+    assert outputs(tmp_path) == []
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": ["a", "", "b c"], "other": [1, 2, 3], "list": [["x"], ["y", "z"], []]})
+    parquet.write_table(table, tmp_path / "input.parquet")
+    run(tmp_path, (tmp_path / "input.parquet").read_bytes(), "input.parquet", json_keys=("text", "list"))
+    assert documents(tmp_path / "out_text_document") == [*ids("a"), [], *ids("b c")]
+    assert documents(tmp_path / "out_list_document") == [ids("x")[0], ids("y")[0] + ids("z")[0], []]
+
+
+def test_a_fault_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "in.parquet")
+    data = (tmp_path / "in.parquet").read_bytes()
+    with pytest.raises(PreprocessError, match=r"input.parquet, row 2: the value of 'text' is null"):
+        run(tmp_path, data, "input.parquet")
+    with pytest.raises(PreprocessError, match=r"no column 'title' \(columns here: 'text'\)"):
+        run(tmp_path, data, "input.parquet", json_keys=("title",))
+    with pytest.raises(PreprocessError, match="the parquet file cannot be read"):
+        run(tmp_path, data[:-20], "input.parquet")
+
+
+def test_patterns_find_files_in_order_and_leave_hidden_ones_out(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_bytes(as_lines("b"))
+    (tmp_path / "._x.jsonl").write_bytes(b"\xa3\xff")
+    run(tmp_path, as_lines("a"), "a.jsonl", input=str(tmp_path / "*.jsonl"))
+    assert documents(tmp_path / "out_text_document") == ids("a", "b")
+
+
+@pytest.mark.parametrize("given", [("nothing*.jsonl",), ("input.jsonl", "input.jsonl"), ("input.jsonl", "absent.jsonl")])
+def test_input_that_names_nothing_or_something_twice_is_refused(tmp_path: Path, given: tuple[str, ...]) -> None:
+    with pytest.raises(PreprocessError, match="--input"):
+        run(tmp_path, GOOD, input=tuple(str(tmp_path / name) for name in given))
+
+
+def test_lines_are_counted_in_each_file(tmp_path: Path) -> None:
+    (tmp_path / "second.jsonl").write_bytes(GOOD + b"{\n")
+    with pytest.raises(PreprocessError, match=r"second.jsonl, line 2, byte 27: not valid JSON"):
+        run(tmp_path, GOOD * 3, input=(str(tmp_path / "input.jsonl"), str(tmp_path / "second.jsonl")))
+
+
+def test_standard_input_is_read(tmp_path: Path) -> None:
+    result = tool(*flags(Path("-"), tmp_path / "out"), input=as_lines("a", "b").decode())
+    assert (result.returncode, documents(tmp_path / "out_text_document")) == (0, ids("a", "b"))
+
+
+BAD_LINES = as_lines("a") + b"{\n" + b'{"text": null}\n' + as_lines("b") + b'{"text": "\xff"}\n'
+
+
+def test_bad_lines_are_skipped_counted_and_named_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = run(tmp_path, BAD_LINES, on_error="skip")
+    assert (summary.documents, summary.skipped, documents(tmp_path / "out_text_document")) == (2, 3, ids("a", "b"))
+    assert [line.split(",")[1] for line in capsys.readouterr().err.splitlines()] == [" line 2", " line 3", " line 5"]
+
+
+def test_a_line_that_lacks_one_key_is_skipped_for_all(tmp_path: Path) -> None:
+    run(tmp_path, b'{"text": "a", "title": "x"}\n{"text": "b"}\n', json_keys=("text", "title"), on_error="skip")
+    assert (documents(tmp_path / "out_text_document"), documents(tmp_path / "out_title_document")) == (ids("a"), ids("x"))
+
+
+def test_the_tool_exits_with_3_when_lines_were_skipped(tmp_path: Path) -> None:
+    (tmp_path / "input.jsonl").write_bytes(BAD_LINES)
+    result = tool(*flags(tmp_path / "input.jsonl", tmp_path / "out"), "--on-error", "skip", "--json")
+    summary = json.loads(result.stdout)
+    assert (result.returncode, summary["documents"], summary["skipped"], summary["outputs"]) == (
+        3,
+        2,
+        3,
+        {"text": f"{tmp_path}/out_text_document"},
+    )
+
+
+def test_characters_that_are_none_are_replaced_when_asked_for(tmp_path: Path) -> None:
+    run(tmp_path, b'{"text": "a\xa3b"}\n{"text": "a\\ud800b"}\n', on_error="replace")
+    assert documents(tmp_path / "out_text_document") == ids("a\ufffdb", "a\ufffdb")
+
+
+def test_other_faults_stop_a_run_that_replaces_characters(tmp_path: Path) -> None:
+    with pytest.raises(PreprocessError, match="not valid JSON"):
+        run(tmp_path, BAD_LINES, on_error="replace")
+
+
+NULL = ToolTokenizer(tokenizer_type="NullTokenizer")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [("1 70000", "id 70000 is outside the vocabulary"), ("-5", "id -5 is outside"), ("1  2", "word 2 is '', not a number")],
+)
+def test_text_that_the_tokenizer_refuses_is_named_by_its_line(tmp_path: Path, text: str, fault: str) -> None:
+    with pytest.raises(PreprocessError, match=rf"input.jsonl, line 2, byte 14: .*\({fault}"):
+        run(tmp_path, as_lines("1", text, "2"), tokenizer=NULL, vocab_size=100)
+
+
+def test_text_that_the_tokenizer_refuses_can_be_skipped(tmp_path: Path) -> None:
+    summary = run(tmp_path, as_lines("1", "70000", "2 3"), tokenizer=NULL, vocab_size=100, on_error="skip")
+    assert (summary.skipped, documents(tmp_path / "out_text_document")) == (1, [[1], [2, 3]])
+
+
+def test_sentences_become_sequences(tmp_path: Path) -> None:
+    pytest.importorskip("punkt")
+    run(tmp_path, as_lines("Dr. Smith went home.\nHe was tired."), split_sentences=True, append_eod=True)
+    dataset = IndexedDataset(tmp_path / "out_text_sentence")
+    expected = ids("Dr. Smith went home.", "He was tired.")
+    assert [dataset.get(i).tolist() for i in range(len(dataset))] == [expected[0], [*expected[1], 2]]
+
+
+def test_newlines_between_sentences_are_kept_when_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("punkt")
+    run(tmp_path, as_lines("One.\n Two."), split_sentences=True, keep_newlines=True)
+    assert [IndexedDataset(tmp_path / "out_text_sentence").get(i).tolist() for i in range(2)] == ids("One.\n ", "Two.")
+
+
+def test_an_unknown_language_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    pytest.importorskip("punkt")
+    with pytest.raises(PreprocessError, match=r"--lang klingon is unknown; choose one of .*english"):
+        run(tmp_path, GOOD, split_sentences=True, lang="klingon")
+
+
+@pytest.mark.parametrize("partitions", [3, 7])
+def test_partitions_deal_documents_out_in_turn(tmp_path: Path, partitions: int) -> None:
+    texts = [f"document {i}" if i % 4 else "" for i in range(20)]
+    run(tmp_path, as_lines(*texts), partitions=partitions)
+    assert documents(tmp_path / "out_text_document") == ids(*(text for p in range(partitions) for text in texts[p::partitions]))
+
+
+def test_a_failed_run_leaves_no_partition(tmp_path: Path) -> None:
+    with pytest.raises(PreprocessError):
+        run(tmp_path, GOOD * 5 + b"{\n", partitions=2)
+    assert outputs(tmp_path) == []
+
+
+def test_threads_write_what_one_worker_writes(tmp_path: Path) -> None:
+    pytest.importorskip("gigatoken")
+    folder = ROOT / "tests/golden/data/tokenizers/gpt2-bpe"
+    gpt2 = ToolTokenizer(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
+    lines = as_lines(*(f"line {i} <|endoftext|> " * (i % 50) for i in range(4000)))
+    for workers in (1, 3):
+        run(tmp_path, lines, workers=workers, tokenizer=gpt2, append_eod=True, output_prefix=str(tmp_path / f"out{workers}"))
+    for extension in ("bin", "idx"):
+        assert len({(tmp_path / f"out{workers}_text_document.{extension}").read_bytes() for workers in (1, 3)}) == 1
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_documents_of_one_token_take_less_than_40_bytes_each(tmp_path: Path) -> None:
+    (tmp_path / "input.jsonl").write_bytes(b'{"text":"5"}\n' * 300_000)
+    program = (
+        "import sys\n"
+        "from domino_lm.data.preprocess import PreprocessConfig, preprocess\n"
+        "from domino_lm.data.tokenizer_flags import ToolTokenizer\n"
+        "null = ToolTokenizer(tokenizer_type='NullTokenizer')\n"
+        "config = lambda name: PreprocessConfig(input=name, output_prefix=sys.argv[2], tokenizer=null, vocab_size=10, workers=1)\n"
+        "open(sys.argv[1] + '.small', 'wb').write(open(sys.argv[1], 'rb').read(13 * 50_000))\n"
+        "peak = lambda: int(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1]) * 1024\n"
+        "preprocess(config(sys.argv[1] + '.small')); before = peak()\n"
+        "preprocess(config(sys.argv[1])); print(peak() - before)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "input.jsonl"), str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert int(result.stdout) < 40 * 250_000
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("delay_s", [0.3, 0.6, 0.9])
+def test_a_signal_at_any_moment_of_the_start_ends_the_run(tmp_path: Path, delay_s: float) -> None:
+    process = start_endless(tmp_path)
+    pipe = os.open(tmp_path / "input.jsonl", os.O_WRONLY)
+    os.set_blocking(pipe, False)
+    deadline = time.monotonic() + delay_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            os.write(pipe, GOOD * 2000)
+        time.sleep(0.01)
+    process.terminate()
+    process.wait(timeout=30)
+    os.close(pipe)
+    assert outputs(tmp_path) == []

@@ -1,0 +1,1 @@
+"""Comparisons with other programs on a network of known speed; see README.md."""

@@ -1,0 +1,1 @@
+"""Checkpoints of one kind into another, tensor by tensor."""

@@ -1,0 +1,189 @@
+"""Input of the preprocessor as blocks of whole lines: files, globs, folders' worth of them, compressed or not, or standard input."""
+
+import glob
+import gzip
+import io
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+BLOCK_BYTES = 1 << 18
+ROWS_PER_BLOCK = 512
+STANDARD_INPUT = "-"
+WILDCARDS = frozenset("*?[")
+
+
+class PreprocessError(ValueError):
+    """Input that cannot be made into token files. The message says where (file, line, byte), what, and the way out."""
+
+
+class Block(NamedTuple):
+    """Whole lines of one file, and where they begin in it.
+
+    ``unit`` is what a line was in the file: a line, or a row of a table, which has no byte offset. ``read_bytes`` is how
+    much has been read on disk up to the end of this block, all files together.
+    """
+
+    path: str
+    data: bytes
+    first_line: int
+    offset_bytes: int
+    read_bytes: int
+    unit: str = "line"
+
+
+def expand_inputs(words: Sequence[str]) -> list[str]:
+    """Files that ``--input`` names, in order: wildcards are expanded, sorted, and leave hidden files out.
+
+    Raises PreprocessError where a name finds nothing or is a folder.
+    """
+    paths: list[str] = []
+    for word in words:
+        if word != STANDARD_INPUT and not os.path.exists(word) and WILDCARDS & set(word):
+            # glob skips hidden files by itself, but not those inside a folder that was named in full.
+            found = sorted(path for path in glob.glob(word, recursive=True) if os.path.isfile(path))
+            found = [path for path in found if not os.path.basename(path).startswith(".")]
+            if not found:
+                raise PreprocessError(f"--input {word}: no file has such a name.")
+            paths += found
+        else:
+            paths.append(word)
+    for path in paths:
+        if path == STANDARD_INPUT:
+            continue
+        if not os.path.exists(path):
+            raise PreprocessError(f"--input {path}: no such file.")
+        if os.path.isdir(path):
+            raise PreprocessError(f"--input {path} is a folder; give a file of JSON lines, or a pattern like '{path.rstrip('/')}/*.jsonl'.")
+    doubled = sorted({path for path in paths if paths.count(path) > 1}) if len(paths) < 10_000 else []
+    if doubled:
+        raise PreprocessError(f"--input names {doubled[0]} more than once; its documents would be there twice: name each file once.")
+    return paths
+
+
+def size_on_disk(paths: Sequence[str]) -> int | None:
+    """Bytes of all files; None where one of them has no size (standard input, pipes)."""
+    if not all(os.path.isfile(path) for path in paths):
+        return None
+    return sum(os.path.getsize(path) for path in paths)
+
+
+def read_blocks(paths: Sequence[str], keys: Sequence[str], size_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """All lines of all files in order, in blocks of about ``size_bytes``. Raises PreprocessError where a file is damaged."""
+    before = 0
+    for path in paths:
+        last = before
+        for block in _read_parquet(path, keys) if path.endswith(".parquet") else _read_file(path, size_bytes):
+            last = before + block.read_bytes
+            yield block._replace(read_bytes=last)
+        before = last
+
+
+def _read_file(path: str, size_bytes: int) -> Iterator[Block]:
+    with _open_raw(path) as raw:
+        source = _decompressed(path, raw)
+        line, offset = 1, 0
+        while True:
+            try:
+                data = source.read(size_bytes)
+                if data and not data.endswith(b"\n"):
+                    data += source.readline()
+            except (EOFError, gzip.BadGzipFile, zlib.error, _DamagedError) as error:
+                kind = "gzip" if path.endswith(".gz") else "zstd"
+                raise PreprocessError(
+                    f"{path}, line {line}, byte {offset}: the {kind} file is damaged ({error}); compress it again."
+                ) from error
+            if not data:
+                return
+            position = raw.tell() if raw.seekable() else offset + len(data)
+            yield Block(path, data, line, offset, position)
+            line += data.count(b"\n")
+            offset += len(data)
+
+
+def _open_raw(path: str) -> IO[bytes]:
+    if path == STANDARD_INPUT:
+        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    return open(path, "rb")
+
+
+def _decompressed(path: str, raw: IO[bytes]) -> IO[bytes]:
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
+    if path.endswith(".zst"):
+        return io.BufferedReader(_ZstdFile(path, raw), BLOCK_BYTES)
+    return raw
+
+
+class _DamagedError(Exception):
+    """Compressed data that ends early or cannot be read."""
+
+
+class _ZstdFile(io.RawIOBase):
+    """The content of a .zst file of any number of frames. Raises _DamagedError where the last one has no end."""
+
+    def __init__(self, path: str, raw: IO[bytes]) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise PreprocessError(f"{path}: reading .zst files needs the package zstandard: pip install zstandard.") from None
+        self._library, self._raw = zstandard, raw
+        self._frame: Any = None
+        self._ready, self._unread = b"", b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            compressed = self._unread or self._raw.read(BLOCK_BYTES)
+            self._unread = b""
+            if not compressed:
+                if self._frame is not None:
+                    raise _DamagedError("it ends inside a frame")
+                return 0
+            self._decompress(compressed)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def _decompress(self, compressed: bytes) -> None:
+        if self._frame is None:
+            self._frame = self._library.ZstdDecompressor().decompressobj()
+        try:
+            self._ready = self._frame.decompress(compressed)
+        except self._library.ZstdError as error:
+            raise _DamagedError(str(error)) from error
+        if self._frame.eof:
+            self._frame, self._unread = None, self._frame.unused_data
+
+
+def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[Block]:
+    """Rows as JSON lines, of the columns that ``keys`` name alone."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise PreprocessError(f"{path}: reading .parquet files needs the package pyarrow: pip install pyarrow.") from None
+    size, row = os.path.getsize(path), 0
+    try:
+        with parquet.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            columns = [key for key in dict.fromkeys(keys) if key in names]
+            if len(columns) < len(set(keys)):
+                missing = next(key for key in keys if key not in names)
+                raise PreprocessError(
+                    f"{path}: no column {missing!r} (columns here: {', '.join(map(repr, names))[:200]}); give the right one with --json-keys."
+                )
+            total = table.metadata.num_rows
+            for batch in table.iter_batches(ROWS_PER_BLOCK, columns=columns):
+                lines = [json.dumps(record, default=str) for record in batch.to_pylist()]
+                done = row + len(lines)
+                yield Block(path, "".join(line + "\n" for line in lines).encode(), row + 1, 0, size * done // max(total, 1), "row")
+                row = done
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise PreprocessError(f"{path}, row {row + 1}: the parquet file cannot be read ({reason}); write it again.") from error

@@ -1,0 +1,77 @@
+"""Where the preprocessor's documents go: one pair of files for each key, in the order of the input or dealt to partitions."""
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from domino_lm.data.documents import EncodedKey
+from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter
+
+Array = npt.NDArray[Any]
+
+
+class PartitionedWriter:
+    """Writes the documents of one key.
+
+    Several ``partitions`` deal the documents out in turn and put the partitions one behind the other in the end: the
+    order of Megatron's tool with the same number. Used as a context, like IndexedDatasetWriter: nothing stands under the
+    final name unless it is whole, and nothing else is left.
+    """
+
+    def __init__(self, prefix: str, dtype: npt.DTypeLike, partitions: int = 1) -> None:
+        self._target = IndexedDatasetWriter(prefix, dtype)
+        self._stack = ExitStack()
+        self._prefixes: list[str] = []
+        self._parts: list[IndexedDatasetWriter] = []
+        self._documents = 0
+        if partitions > 1:
+            self._prefixes = [f"{prefix}.part-{i}.tmp-{os.getpid()}" for i in range(partitions)]
+            self._parts = [self._stack.enter_context(IndexedDatasetWriter(part, dtype)) for part in self._prefixes]
+
+    def add(self, encoded: EncodedKey) -> None:
+        """Append the documents of one block."""
+        count = len(encoded.sequences_per_document)
+        if not self._parts:
+            self._target.add_documents(encoded.ids, encoded.lengths, encoded.sequences_per_document)
+        else:
+            for i, part in enumerate(self._parts):
+                chosen = (np.arange(self._documents, self._documents + count) % len(self._parts)) == i
+                part.add_documents(*_of_documents(encoded, chosen))
+        self._documents += count
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            with self._target:
+                if kind is not None:
+                    self._stack.__exit__(kind, error, trace)
+                    raise _AbandonedError
+                self._stack.close()
+                for prefix in self._prefixes:
+                    self._target.append(IndexedDataset(prefix))
+        except _AbandonedError:
+            pass
+        finally:
+            for prefix in self._prefixes:
+                for extension in (".bin", ".idx"):
+                    with suppress(OSError):
+                        Path(prefix + extension).unlink(missing_ok=True)
+
+
+class _AbandonedError(Exception):
+    """Makes the target drop what it has; the fault itself is on its way already."""
+
+
+def _of_documents(encoded: EncodedKey, chosen: Array) -> tuple[Array, Array, Sequence[int] | Array]:
+    """Ids, lengths and sequence counts of the chosen documents."""
+    sequences = np.repeat(chosen, encoded.sequences_per_document)
+    tokens = np.repeat(sequences, encoded.lengths)
+    return encoded.ids[tokens], encoded.lengths[sequences], encoded.sequences_per_document[chosen]

@@ -1,0 +1,238 @@
+"""The training, validation and test sets of a run, from whatever form the data is named in."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from domino_lm.data.blended import Blend, BlendedDataset, normalised, parse_blend, source_sizes, source_targets
+from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, SplitName, TokenSource, split_ranges
+from domino_lm.data.indexed import IndexedDataset
+from domino_lm.data.indices import DatasetError
+from domino_lm.data.mock import MockTokens
+
+Dataset = GPTDataset | BlendedDataset
+Path = str | os.PathLike[str]
+MOCK_SPLIT = "1,1,1"
+DEFAULT_SPLIT = "969,30,1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSources:
+    """What the splits are read from: one blend that ``split`` cuts, a blend for each split, or mock tokens where neither is given."""
+
+    blend: Blend | None = None
+    split: str = DEFAULT_SPLIT
+    per_split: dict[SplitName, Blend] = field(default_factory=dict)
+    surplus: float = 0.005
+    """Samples more than its share that each source of a weighted blend is built with, as a fraction."""
+
+    multiple_validation_sets: bool = False
+    """Keep the sources of the validation split apart instead of blending them."""
+
+    @property
+    def mock(self) -> bool:
+        return self.blend is None and not self.per_split
+
+    def __str__(self) -> str:
+        if self.mock:
+            return "mock tokens"
+        if self.blend is not None:
+            return f"{self.blend} (split {self.split})"
+        return ", ".join(f"{name}: {blend}" for name, blend in self.per_split.items())
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Data sets of a run; None, or an empty list, for a split that has nothing."""
+
+    train: Dataset | None
+    valid: list[Dataset]
+    test: Dataset | None
+
+    def named(self) -> list[tuple[str, Dataset]]:
+        """Every data set with the name of its split."""
+        valid = [("valid" if len(self.valid) == 1 else f"valid {i}", dataset) for i, dataset in enumerate(self.valid)]
+        found = [("train", self.train), *valid, ("test", self.test)]
+        return [(name, dataset) for name, dataset in found if dataset is not None]
+
+
+class DataSettings(Protocol):
+    """Where data is named; the fields carry the names of the flags."""
+
+    @property
+    def data_path(self) -> Sequence[str] | None: ...
+    @property
+    def split(self) -> str | None: ...
+    @property
+    def train_data_path(self) -> Sequence[str] | None: ...
+    @property
+    def valid_data_path(self) -> Sequence[str] | None: ...
+    @property
+    def test_data_path(self) -> Sequence[str] | None: ...
+    @property
+    def data_args_path(self) -> str | None: ...
+    @property
+    def per_split_data_args_path(self) -> str | None: ...
+    @property
+    def mock_data(self) -> bool: ...
+    @property
+    def mid_level_dataset_surplus(self) -> float: ...
+    @property
+    def multiple_validation_sets(self) -> bool: ...
+
+
+def sources_of(settings: DataSettings) -> DataSources:
+    """What the flags name. Raises DatasetError where they name nothing, or the same thing twice."""
+    apart = {name: words for name in SPLITS if (words := getattr(settings, f"{name}_data_path"))}
+    ways = {
+        "--data-path": settings.data_path,
+        "--data-args-path": settings.data_args_path,
+        "/".join(f"--{name}-data-path" for name in apart) or "--train-data-path": apart,
+        "--per-split-data-args-path": settings.per_split_data_args_path,
+        "--mock-data": settings.mock_data,
+    }
+    given = [flag for flag, value in ways.items() if value]
+    if len(given) != 1:
+        fault = f"{' and '.join(given)} all say where the data is" if given else "no flag says where the data is"
+        raise DatasetError(f"{fault}; give one of {', '.join(ways)}.")
+    per_split: dict[SplitName, Blend] = {name: parse_blend(words, f"--{name}-data-path") for name, words in apart.items()}
+    if settings.per_split_data_args_path:
+        per_split = read_per_split(settings.per_split_data_args_path)
+    if per_split and settings.split is not None:
+        raise DatasetError(
+            f"--split {settings.split} cuts the data of --data-path, but {given[0]} names each split's own; leave --split out."
+        )
+    words = [settings.data_path] if isinstance(settings.data_path, str) else settings.data_path
+    words = words or (read_words(settings.data_args_path) if settings.data_args_path else None)
+    return DataSources(
+        blend=parse_blend(words, given[0]) if words is not None else None,
+        split=settings.split or DEFAULT_SPLIT,
+        per_split=per_split,
+        surplus=settings.mid_level_dataset_surplus,
+        multiple_validation_sets=settings.multiple_validation_sets,
+    )
+
+
+def read_words(path: Path) -> list[str]:
+    """The words of a file that stand for those behind ``--data-path``. Raises DatasetError."""
+    return _read(path, "--data-args-path").split()
+
+
+def read_per_split(path: Path) -> dict[SplitName, Blend]:
+    """Blends from a JSON object with the keys train, valid and test; each a list of words or one string. Raises DatasetError."""
+    try:
+        content = json.loads(_read(path, "--per-split-data-args-path"))
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"--per-split-data-args-path {path}, line {error.lineno}: not valid JSON ({error.msg}).") from error
+    if not isinstance(content, dict) or not set(content) <= set(SPLITS):
+        raise DatasetError(f"--per-split-data-args-path {path} must hold an object with the keys train, valid and test.")
+    found: dict[SplitName, Blend] = {}
+    for name in SPLITS:
+        words = content.get(name)
+        words = words.split() if isinstance(words, str) else words
+        if not isinstance(words, list | None) or not all(isinstance(word, str) for word in words or []):
+            raise DatasetError(f"--per-split-data-args-path {path}: {name!r} must be a list of words or one string.")
+        if words:
+            found[name] = parse_blend(words, f"{name!r} in {path}")
+    return found
+
+
+def build_splits(sources: DataSources, sizes: Sequence[int | None], config: GPTDatasetConfig, cache_path: Path | None = None) -> Splits:
+    """Data sets of the three splits; ``sizes`` are the samples asked of each (None: one epoch).
+
+    A split is left out when its weight or path is missing, or when it has no sequence and is asked for 0 samples.
+    Raises DatasetError or IndexedDatasetError where the data cannot give what is asked.
+    """
+    builder = _Builder(sources, config, cache_path)
+    found = {name: builder.build(name, size) for name, size in zip(SPLITS, sizes, strict=True)}
+    return Splits(next(iter(found["train"]), None), found["valid"], next(iter(found["test"]), None))
+
+
+class _Builder:
+    """Opens every source once and builds the data sets of splits from it."""
+
+    def __init__(self, sources: DataSources, config: GPTDatasetConfig, cache_path: Path | None) -> None:
+        self._sources, self._config, self._cache_path = sources, config, cache_path
+        self._opened: dict[str, TokenSource] = {}
+
+    def build(self, name: SplitName, size: int | None) -> list[Dataset]:
+        """One data set, none, or with multiple validation sets several."""
+        sources, blend = self._sources, self._blend(name)
+        if sources.mock:
+            return self._present(self._cut(self._mock(), name, size))
+        if blend is None:
+            return []
+        if len(blend.prefixes) == 1 and blend.weights is None:
+            return self._present(self._cut(self._open(blend.prefixes[0]), name, size))
+        if name == "valid" and sources.multiple_validation_sets:
+            return [found for prefix in blend.prefixes for found in self._present(self._cut(self._open(prefix), name, size))]
+        return self._present(self._blended(blend, name, size))
+
+    def _blend(self, name: SplitName) -> Blend | None:
+        return self._sources.per_split.get(name) if self._sources.blend is None else self._sources.blend
+
+    def _blended(self, blend: Blend, name: SplitName, size: int | None) -> BlendedDataset | None:
+        if size == 0 or self._weight_is_0(name):
+            return None
+        if blend.weights is None:
+            datasets = self._require(blend, name, [None] * len(blend.prefixes))
+            total = sum(map(len, datasets))
+            size = None if size is None else min(size, total)
+            return BlendedDataset(datasets, [len(d) / total for d in datasets], size, cache_path=self._cache_path)
+        if size is None:
+            raise DatasetError(
+                f"the {name} data {blend} is read in full, so weights have no meaning; leave them out, or ask for a number of samples "
+                "(without --full-validation)."
+            )
+        weights = normalised(blend.weights)
+        datasets = self._require(blend, name, source_sizes(weights, size, self._sources.surplus))
+        return BlendedDataset(datasets, weights, size, sum(source_targets(weights, size)), self._cache_path)
+
+    def _require(self, blend: Blend, name: SplitName, sizes: Sequence[int | None]) -> list[GPTDataset]:
+        found = [self._cut(self._open(prefix), name, size, required=True) for prefix, size in zip(blend.prefixes, sizes, strict=True)]
+        return [dataset for dataset in found if dataset is not None]
+
+    def _cut(self, tokens: TokenSource, name: SplitName, size: int | None, required: bool = False) -> GPTDataset | None:
+        """The part of one source that ``name`` reads."""
+        if self._sources.blend is None and not self._sources.mock:
+            sequences: range | None = range(len(tokens))
+        else:
+            split = MOCK_SPLIT if self._sources.mock else self._sources.split
+            sequences = dict(zip(SPLITS, split_ranges(split, len(tokens)), strict=True))[name]
+        if sequences is None or (len(sequences) == 0 and size == 0 and not required):
+            return None
+        return GPTDataset(tokens, sequences, name, size, self._config, self._cache_path)
+
+    def _weight_is_0(self, name: SplitName) -> bool:
+        return self._sources.blend is not None and dict(zip(SPLITS, split_ranges(self._sources.split, 1), strict=True))[name] is None
+
+    def _open(self, prefix: str) -> TokenSource:
+        if prefix not in self._opened:
+            indexed = IndexedDataset(prefix)
+            if indexed.sequence_modes is not None:
+                raise DatasetError(f"{prefix}: multimodal sequences cannot be trained on here; give a data set of text.")
+            if len(indexed) == 0:
+                raise DatasetError(f"{prefix}: the data set has no tokens; preprocess documents with text.")
+            self._opened[prefix] = indexed
+        return self._opened[prefix]
+
+    def _mock(self) -> TokenSource:
+        vocab_size, eod = self._config.vocab_size, self._config.eod
+        if vocab_size is None:
+            raise DatasetError("--mock-data makes up tokens of a vocabulary: give --vocab-size, or --tokenizer-type with its files.")
+        return self._opened.setdefault("mock", MockTokens(vocab_size, vocab_size - 1 if eod is None else eod))
+
+    @staticmethod
+    def _present(dataset: Dataset | None) -> list[Dataset]:
+        return [] if dataset is None else [dataset]
+
+
+def _read(path: Path, flag: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise DatasetError(f"{flag} {path} cannot be read: {reason}.") from error

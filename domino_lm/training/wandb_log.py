@@ -1,0 +1,39 @@
+"""Weights & Biases, where it is installed and asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+
+class WandbLog:
+    """Scalars under Megatron's tags; a service that fails is a warning, since training does not need it."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    @classmethod
+    def open(cls, project: str, name: str | None, folder: str | None, settings: Mapping[str, object]) -> WandbLog | None:
+        """Begin a run there; None, with a warning, where the package is missing or refuses."""
+        try:
+            import wandb
+        except ImportError:
+            warnings.warn("--wandb-project needs the package wandb: pip install wandb; training goes on without it.", stacklevel=2)
+            return None
+        try:
+            return cls(wandb.init(project=project, name=name, dir=folder, config=dict(settings)))
+        except Exception as error:
+            warnings.warn(f"--wandb-project {project}: {error}; training goes on without it.", stacklevel=2)
+            return None
+
+    def log(self, values: Mapping[str, float | None], iteration: int) -> None:
+        """Record what is there of ``values`` at ``iteration``."""
+        try:
+            self._run.log({tag: value for tag, value in values.items() if value is not None}, step=iteration)
+        except Exception as error:
+            warnings.warn(f"Weights & Biases: {error}", stacklevel=2)
+
+    def close(self) -> None:
+        """Bring everything there."""
+        self._run.finish()

@@ -1,0 +1,173 @@
+"""Blends: shares that add up to what was asked for, sources that are named when they have nothing to give."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from domino_lm.data.blended import Blend, BlendedDataset, blend_order, normalised, parse_blend
+from domino_lm.data.gpt_dataset import GPTDatasetConfig
+from domino_lm.data.indexed import IndexedDatasetWriter
+from domino_lm.data.indices import DatasetError
+from domino_lm.data.splits import DataSources, build_splits, read_per_split, read_words
+
+CONFIG = GPTDatasetConfig(sequence_length=4, seed=1)
+
+
+def source(folder: Path, name: str, tokens: int) -> str:
+    with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+        for start in range(0, tokens, 5):
+            writer.add_document(np.arange(start, min(start + 5, tokens)))
+    return str(folder / name)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> tuple[str, str]:
+    """41 tokens, so 10 samples, and 81 tokens, so 20 samples."""
+    return source(tmp_path, "a", 41), source(tmp_path, "b", 81)
+
+
+def blended(blend: Blend, size: int | None, **settings: Any) -> BlendedDataset:
+    dataset = build_splits(DataSources(blend=blend, split="1", **settings), (size, 0, 0), CONFIG).train
+    assert isinstance(dataset, BlendedDataset)
+    return dataset
+
+
+def step_by_step(weights: list[float], size: int, limits: list[int] | None) -> list[int]:
+    """The rule itself, one choice after the other."""
+    taken, order = [0] * len(weights), []
+    for i in range(size):
+        lags = [w * max(i, 1) - taken[d] if limits is None or taken[d] < limits[d] else -np.inf for d, w in enumerate(weights)]
+        order.append(int(np.argmax(lags)))
+        taken[order[-1]] += 1
+    return order
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(1e-6, 1), min_size=1, max_size=6), st.integers(0, 5000))
+def test_lanes_choose_what_single_steps_choose(weights: list[float], size: int) -> None:
+    weights = normalised(weights)
+    assert blend_order(weights, size)[0].tolist() == step_by_step(weights, size, None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 1500), min_size=1, max_size=6))
+def test_lanes_choose_what_single_steps_choose_when_sources_run_out(sizes: list[int]) -> None:
+    weights = [size / sum(sizes) for size in sizes]
+    sources, numbers = blend_order(weights, sum(sizes), sizes)
+    assert sources.tolist() == step_by_step(weights, sum(sizes), sizes)
+    assert [numbers[sources == d].tolist() for d in range(len(sizes))] == [list(range(size)) for size in sizes]
+
+
+@pytest.mark.parametrize(("weights", "samples"), [((1.0, 1.0), [15, 15]), ((10.0, 20.0), [10, 20]), (None, [10, 20])])
+def test_weights_share_samples_and_no_weights_share_by_size(
+    sources: tuple[str, str], weights: tuple[float, ...] | None, samples: list[int]
+) -> None:
+    assert [share.samples for share in blended(Blend(sources, weights), 30).shares()] == samples
+
+
+def test_shares_tell_how_often_a_source_is_read(sources: tuple[str, str]) -> None:
+    shares = blended(Blend(sources, (1.0, 1.0)), 40).shares()
+    assert [round(share.epochs, 2) for share in shares] == [round(80 / 41, 2), round(80 / 81, 2)]
+
+
+def test_a_weight_of_next_to_nothing_works(sources: tuple[str, str]) -> None:
+    assert [share.samples for share in blended(Blend(sources, (1e-9, 1.0)), 100).shares()] == [1, 99]
+
+
+def test_a_source_that_gives_nothing_is_warned_of(sources: tuple[str, str]) -> None:
+    with pytest.warns(UserWarning, match="a: never sampled; its weight gives it none of the 1 train samples"):
+        blended(Blend(sources, (1e-9, 1.0)), 1)
+
+
+def test_shares_add_up_to_the_request_when_weights_nearly_do(sources: tuple[str, str], tmp_path: Path) -> None:
+    prefixes = (*sources, source(tmp_path, "c", 61))
+    dataset = blended(Blend(prefixes, (0.3333333, 0.3333333, 0.3333333)), 100)
+    assert sum(share.samples for share in dataset.shares()) == 100
+
+
+def test_no_sample_comes_twice_before_a_source_is_read_to_its_end(sources: tuple[str, str]) -> None:
+    dataset = blended(Blend(sources, (0.3333333, 0.6666666)), 29)
+    places = [dataset.locate(i) for i in range(29)]
+    assert len(set(places)) == 29
+
+
+def test_all_samples_are_read_once_when_no_number_is_asked_for(sources: tuple[str, str]) -> None:
+    dataset = blended(Blend(sources), None)
+    assert sorted(dataset.locate(i) for i in range(len(dataset))) == [(0, i) for i in range(10)] + [(1, i) for i in range(20)]
+
+
+def test_order_without_weights_is_cut_to_what_there_is(sources: tuple[str, str]) -> None:
+    assert len(blended(Blend(sources), 1000)) == 30
+
+
+def test_cached_order_equals_built_order(sources: tuple[str, str], tmp_path: Path) -> None:
+    spec = DataSources(blend=Blend(sources, (1.0, 2.0)), split="1")
+    built = [build_splits(spec, (50, 0, 0), CONFIG, cache).train for cache in (None, tmp_path / "cache", tmp_path / "cache")]
+    orders = [[d.locate(i) for i in range(len(d))] for d in built if isinstance(d, BlendedDataset)]
+    assert orders[0] == orders[1] == orders[2]
+    assert len(orders) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["1", "a", "b", "c"], "'b' stands where a weight is due"),
+        (["0", "a", "1", "b"], "the weight 0 must be above 0"),
+        (["-1", "a", "2", "b"], "the weight -1 must be above 0"),
+        (["nan", "a", "2", "b"], "the weight nan must be above 0"),
+        (["inf", "a", "2", "b"], "the weight inf must be above 0"),
+        ([], "names no data"),
+        (["a", " "], "names no data"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(DatasetError, match=f"--data-path .*{message}"):
+        parse_blend(words)
+
+
+def test_a_split_of_a_blend_that_a_source_cannot_fill_names_the_source(sources: tuple[str, str]) -> None:
+    with pytest.raises(DatasetError, match=r"a: the valid split has 0 of 9 sequences"):
+        build_splits(DataSources(blend=Blend(sources, (1.0, 1.0)), split="99,1,0"), (10, 5, 0), CONFIG)
+
+
+def test_splits_named_apart_are_read_whole(sources: tuple[str, str]) -> None:
+    splits = build_splits(DataSources(per_split={"train": Blend((sources[0],)), "valid": Blend((sources[1],))}), (None, None, None), CONFIG)
+    assert [(name, len(dataset)) for name, dataset in splits.named()] == [("train", 10), ("valid", 20)]
+
+
+def test_several_validation_sets_stay_apart(sources: tuple[str, str]) -> None:
+    spec = DataSources(per_split={"train": Blend((sources[0],)), "valid": Blend(sources)}, multiple_validation_sets=True)
+    assert [(name, len(dataset)) for name, dataset in build_splits(spec, (None, None, None), CONFIG).named()] == [
+        ("train", 10),
+        ("valid 0", 10),
+        ("valid 1", 20),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "an object with the keys"),
+        ('{"dev": []}', "an object with the keys"),
+        ('{"train": [1]}', "'train' must be a list"),
+    ],
+)
+def test_files_of_paths_that_hold_something_else_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "paths.json").write_text(content)
+    with pytest.raises(DatasetError, match=f"--per-split-data-args-path .*{message}"):
+        read_per_split(tmp_path / "paths.json")
+
+
+def test_a_file_of_paths_that_is_missing_is_refused_by_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"--data-args-path .*none cannot be read: No such file"):
+        read_words(tmp_path / "none")
+
+
+def test_mock_data_needs_a_vocabulary() -> None:
+    with pytest.raises(DatasetError, match=r"--mock-data .* --vocab-size"):
+        build_splits(DataSources(), (10, 0, 0), CONFIG)
