@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -102,6 +103,7 @@ def plan_gradients(
     return mesh.dp.all_reduce(loss.loss_sum.clone()).item(), unsharded(stack, mesh.tp, [p.main_grad for p in stack.parameters()])
 
 
+@cache
 def autograd_gradients(
     mesh: ParallelMesh, model: ModelConfig, per_token: bool = False, seed: int = 0, documents: bool = False
 ) -> tuple[float, Gradients]:
@@ -121,6 +123,7 @@ def autograd_gradients(
     return mesh.dp.all_reduce(total).item(), unsharded(stack, mesh.tp, grads)
 
 
+@cache
 def reference_gradients(model: ModelConfig, per_token: bool = False) -> tuple[float, Gradients]:
     """The same by the unsharded reference in one process."""
     stack = float64_stack(model, Communicator.single())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "domino_lm"
-LAYERS = ["config", "parallel", "model", "schedule", "training"]
+LAYERS = ["config", "parallel", "model", "schedule", "training", "convert"]
 WITHOUT_TORCH = [
     "config",
     "arguments",
