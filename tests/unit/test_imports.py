@@ -21,10 +21,19 @@ WITHOUT_TORCH = [
     "data.preprocess",
     "schedule.ops",
     "schedule.plan",
+    "schedule.passes",
+    "schedule.compose",
     "schedule.validate",
+    "schedule.costs",
+    "schedule.hardware",
+    "schedule.links",
+    "schedule.memory",
+    "schedule.simulator",
+    "schedule.predict",
+    "schedule.sweep",
+    "schedule.auto",
     "schedule.timeline",
     "schedule.render",
-    "schedule.report",
 ]
 
 
