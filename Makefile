@@ -15,10 +15,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := domino_lm tools tests $(wildcard benchmarks)
 
-.PHONY: help setup demo test bench check format clean
+.PHONY: help setup demo test test-all bench check format clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1|/' | awk -F'|' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F'|' '{printf "  make %-8s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## build the environment (TORCH=... or VENV=... change what it holds)
 
@@ -27,6 +27,9 @@ demo: $(STAMP)  ## text to trained model on two CPU processes, in under four min
 
 test: $(STAMP)  ## run all tests (PYTEST="-k name" runs some)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+
+test-all: $(STAMP)  ## run those too that try every combination and every example
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' $(PYTEST)
 
 bench: $(STAMP)  ## compare with Megatron-core and DeepSpeed on a shaped network (root, iproute2; BENCH="--gbit 1" chooses)
 	$(BIN)/python benchmarks/head_to_head.py $(BENCH)

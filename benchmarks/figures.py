@@ -129,7 +129,10 @@ def _variant_figures(
     about = VARIANTS[program][variant]
     paired = paired or about.paired
     phases = ("step",) if paired else PHASES
-    figures: dict[str, dict[str, Spread]] = {"seconds": {p: Spread.of(turns[name].seconds[p] for turns in rounds) for p in phases}}
+    figures: dict[str, dict[str, Spread]] = {
+        "seconds": {p: Spread.of(turns[name].seconds[p] for turns in rounds) for p in phases},
+        "cpu_seconds": {"step": Spread.of(turns[name].cpu_s for turns in rounds)},
+    }
 
     def ratios(figure: str, above: Key) -> None:
         if above in rounds[0] and above != name:

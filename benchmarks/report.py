@@ -69,15 +69,16 @@ def _link_lines(link: Mapping[str, Any]) -> Iterator[str]:
     if link.get("auto"):
         yield f"Auto chose: {link['auto']['chosen']}."
         yield ""
-    yield "| program | step, ms | forward / backward, ms | " + " | ".join(COLUMNS.values()) + " |"
-    yield "|---" * (3 + len(COLUMNS)) + "|"
+    yield "| program | step, ms | forward / backward, ms | CPU, ms | " + " | ".join(COLUMNS.values()) + " |"
+    yield "|---" * (4 + len(COLUMNS)) + "|"
     for name, figures in variants.items():
         program, _, variant = name.partition("/")
         label = f"{PROGRAM_NAMES[program]}: {VARIANTS[program][variant].label if variant in VARIANTS[program] else variant}"
         step = figures["seconds"]["step"]
         spread = f"{step[0] * MILLISECONDS:.0f} ({step[1] * MILLISECONDS:.0f} to {step[2] * MILLISECONDS:.0f})"
         phases = " / ".join(f"{figures['seconds'][p][0] * MILLISECONDS:.0f}" for p in PHASES[:2] if p in figures["seconds"])
-        yield f"| {label} | {spread} | {phases} | " + " | ".join(_cell(figures.get(column)) for column in COLUMNS) + " |"
+        cpu = f"{figures['cpu_seconds']['step'][0] * MILLISECONDS:.0f}"
+        yield f"| {label} | {spread} | {phases} | {cpu} | " + " | ".join(_cell(figures.get(column)) for column in COLUMNS) + " |"
 
 
 def _cell(figure: Mapping[str, Sequence[float]] | None) -> str:

@@ -61,6 +61,17 @@ def config_text(run: RunConfig, settings: Sequence[Setting]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def require_writable(folder: str) -> None:
+    """Make ``folder`` where it is missing, and a file in it for a moment: a run must not find out after hours. Raises ConfigError."""
+    probe = Path(folder) / f".writable.tmp-{os.getpid()}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--save {folder} cannot be written: {error.strerror}; give a folder that can.") from error
+
+
 def save_config(run: RunConfig, folder: str, settings: Sequence[Setting]) -> Path:
     """Write ``config.toml`` into ``folder``, made where it is missing; the file appears whole or not at all.
 

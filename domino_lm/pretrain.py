@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from domino_lm.arguments import Command, parse_command, settings
 from domino_lm.checks import check_run
 from domino_lm.config import ConfigError, RunConfig
-from domino_lm.config_file import config_text, save_config
+from domino_lm.config_file import config_text, require_writable, save_config
 from domino_lm.data.indexed import IndexedDatasetError
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.loader import LoaderError
@@ -112,13 +112,15 @@ def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (
     from domino_lm.training.schedule_choice import settle_schedule
     from domino_lm.training.trainer import Trainer
 
+    folder = run.checkpoint.save
+    if folder is not None:
+        together(mesh.world, lambda: require_writable(folder) if mesh.world.rank == 0 else None)
     run, data, tokenizer = build_data(run, mesh)
     run, candidates = settle_schedule(run, mesh)
     stack = build_stack(run.model, mesh.tp, run.training.seed, device=mesh.device)
     trainer = Trainer(run, mesh, stack, data, tokenizer_identity=tokenizer.identity() if tokenizer else None)
     trainer.console("\n".join(filter(None, [summary(run, mesh, trainer, ignored), candidates])))
     trainer.load()
-    folder = run.checkpoint.save
     if folder is not None:
         together(mesh.world, lambda: save_config(run, folder, settings()) if mesh.world.rank == 0 else None)
     return trainer
@@ -130,7 +132,20 @@ def build_data(run: RunConfig, mesh: ParallelMesh) -> tuple[RunConfig, RunData, 
 
     tokenizer = together(mesh.world, lambda: build_tokenizer(run.tokenizer, run.model.vocab_size) if run.tokenizer.tokenizer_type else None)
     run = with_vocabulary(run, tokenizer)
-    return run, together(mesh.world, lambda: RunData.build(run, tokenizer, mesh)), tokenizer
+    data = together(mesh.world, lambda: RunData.build(run, tokenizer, mesh))
+    require_same_data(mesh.world, data.fingerprint())
+    return run, data, tokenizer
+
+
+def require_same_data(world: Communicator, fingerprint: str) -> None:
+    """Raise DatasetError on every rank where their ``fingerprint`` of the data differs: nodes may hold other files under the same path."""
+    found = world.all_gather_object(fingerprint)
+    others = [rank for rank, each in enumerate(found) if each != found[0]]
+    if others:
+        raise DatasetError(
+            f"rank {others[0]} finds other data than rank 0 (fingerprints {found[others[0]][:12]} and {found[0][:12]}); "
+            "copy the same .bin and .idx files to all nodes, or name files that all nodes share."
+        )
 
 
 def together(world: Communicator, build: Callable[[], Result]) -> Result:

@@ -31,8 +31,9 @@ TRAIN = (
     f"--data-path {TOKENS} --split 95,5,0 {TOKENIZER} "
     "--micro-batch-size 8 --train-iters 600 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 30 --weight-decay 0.1 --adam-beta2 0.95 "
     f"--log-interval 50 --eval-interval 300 --eval-iters 20 --save {OUTPUT}/checkpoints --tensorboard-dir {OUTPUT}/tensorboard "
-    f"--timeline {OUTPUT}/timeline --timeline-iteration 20"
+    f"--metrics-file {OUTPUT}/metrics.jsonl --timeline {OUTPUT}/timeline --timeline-iteration 20"
 )
+PLOT = f"tools/plot_run.py {OUTPUT}/metrics.jsonl --output {OUTPUT}/curves.png"
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def main() -> int:
         return 1
     say("2. Train a small GPT, its matrices cut over two processes; the Domino schedule lets one row travel while the other computes")
     log = run(f"{LAUNCH} {TRAIN}")
-    if log is None:
+    if log is None or run(PLOT) is None:
         return 1
     return sum_up(log, time.monotonic() - began)
 
@@ -102,7 +103,8 @@ whole demo: {seconds:.0f} s
 where everything lies
   {TOKENS}.bin, .idx   the tokens
   {OUTPUT}/checkpoints                 the trained model
-  {OUTPUT}/tensorboard                 curves: {Path(sys.executable).parent}/tensorboard --logdir {OUTPUT}/tensorboard
+  {OUTPUT}/curves.png                  loss, learning rate, gradient norm, throughput; metrics.jsonl holds every step
+  {OUTPUT}/tensorboard                 the same: {Path(sys.executable).parent}/tensorboard --logdir {OUTPUT}/tensorboard
   {OUTPUT}/timeline.png                what ran when in step 20: communication under compute; timeline.json opens in Perfetto
 
 what to try next

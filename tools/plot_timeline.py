@@ -9,6 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.report import write_report
 from domino_lm.schedule.timeline import TimelineError, read_trace

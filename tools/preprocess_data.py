@@ -91,9 +91,20 @@ def stop(signal_number: int, _: object) -> None:
     raise SystemExit(128 + signal_number)
 
 
+def stop_on_sigterm() -> None:
+    """SIGTERM raises SystemExit, in a read that waits for a pipe too.
+
+    The system may hand the signal to another thread, or just before the read begins; the read would not notice. A timer
+    that does nothing else interrupts it.
+    """
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
+
+
 def main() -> None:
     config, as_json = parse_arguments()
-    signal.signal(signal.SIGTERM, stop)
+    stop_on_sigterm()
     try:
         summary = preprocess(config, sys.stderr)
     except ValueError as error:

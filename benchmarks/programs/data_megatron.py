@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import resource
 import sys
 import time
 import warnings
@@ -103,7 +104,7 @@ def sentencepiece(path: str, model: str, output: str) -> dict[str, Any]:
 
     with multiprocessing.get_context("fork").Pool(WORKERS, start_worker, (model,)) as pool:
         pool.map(encode, [['{"text": "warm"}']] * WORKERS * 4)
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         builder = IndexedDatasetBuilder(output + ".bin", dtype=np.uint16)
         for documents in pool.imap(encode, tasks(path)):
             for ids in documents:
@@ -111,7 +112,11 @@ def sentencepiece(path: str, model: str, output: str) -> dict[str, Any]:
                     builder.add_item(torch.IntTensor(ids))
                 builder.end_document()
         builder.finalize(output + ".idx")
-        return {"seconds": time.perf_counter() - started}
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
+        pool.close()
+        pool.join()
+    workers = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds + workers.ru_utime + workers.ru_stime}
 
 
 if __name__ == "__main__":

@@ -6,14 +6,18 @@ Where the package ``gigatoken`` is installed it encodes batches, several times f
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from domino_lm.data.fast_bpe import FastEncoder
-from domino_lm.data.tokenizer import Ids, Lengths, TokenizerError, flatten, sha256_of
+from domino_lm.data.tokenizer import Ids, Lengths, TokenizerError, encode_pieces, flatten, sha256_of
 
 END_OF_TEXT = "<|endoftext|>"
+NOWHERE = re.compile("(?!)")
+BETWEEN_LATIN_WORDS = re.compile("(?<=[A-Za-z])(?= [A-Za-z])")
+"""GPT-2's rule for words ends one here whatever follows."""
 NO_TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}]}
 
 
@@ -24,6 +28,8 @@ class _Backed:
     eod: int | None
     pad: int | None
     _include_special = False
+    _border = NOWHERE
+    """Where a long text may be cut without changing its ids."""
 
     def __init__(self, description: str, fast: FastEncoder | None) -> None:
         self._description = description
@@ -49,7 +55,10 @@ class _Backed:
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         if self._fast is not None:
             return self._fast.encode_batch(texts)
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._include_special)
+        return encode_pieces(self._encode_slowly, texts, self._border)
+
+    def _encode_slowly(self, texts: list[str]) -> tuple[Ids, Lengths]:
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=self._include_special)
         return flatten([encoding.ids for encoding in encodings])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -63,6 +72,8 @@ class GPT2BPETokenizer(_Backed):
     A literal ``<|endoftext|>`` in a text becomes the end-of-document id, as in the original: a text can end its own
     document.
     """
+
+    _border = BETWEEN_LATIN_WORDS
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         self._files = {"vocab_file": vocab_file, "merge_file": merge_file}

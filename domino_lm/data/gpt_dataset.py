@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from domino_lm.data.index_cache import IndexCache
-from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.indices import (
     DatasetError,
     build_document_index,
@@ -280,32 +278,3 @@ class GPTDataset:
         documents = build_document_index(self.sequences, self.epochs, rng)
         samples = build_sample_index(self.indexed.sequence_lengths, documents, self.config.sequence_length, self._length, self._extra)
         return documents, samples, build_shuffle_index(self._length, self.epochs, rng)
-
-
-def build_train_valid_test(
-    prefix: str | os.PathLike[str],
-    split: str,
-    sizes: Sequence[int | None],
-    config: GPTDatasetConfig,
-    cache_path: str | os.PathLike[str] | None = None,
-) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
-    """Train, validation and test sets of the pair ``prefix``, cut by ``split`` ("969,30,1").
-
-    ``sizes`` are the samples asked of each (None: one epoch). A split is None when its weight is 0, whatever its size
-    (evaluation is then off), or when it has no sequence and is asked for 0 samples. Raises DatasetError when a split of
-    weight above 0 cannot give what is asked.
-    """
-    indexed = IndexedDataset(prefix)
-    if indexed.sequence_modes is not None:
-        raise DatasetError(f"{indexed.prefix}: multimodal sequences cannot be trained on here; give a data set of text.")
-    if len(indexed) == 0:
-        raise DatasetError(f"{indexed.prefix}: the data set has no tokens; preprocess documents with text.")
-    ranges = split_ranges(split, len(indexed))
-    datasets: list[GPTDataset | None] = []
-    for name, sequences, size in zip(SPLITS, ranges, sizes, strict=True):
-        if sequences is None or (len(sequences) == 0 and size == 0):
-            datasets.append(None)
-        else:
-            datasets.append(GPTDataset(indexed, sequences, name, size, config, cache_path))
-    train, valid, test = datasets
-    return train, valid, test

@@ -21,10 +21,13 @@ An empty document has no sequence, only a repeated entry of the document index. 
 ``.idx`` of 42 bytes and a ``.bin`` of 0.
 """
 
+import glob
 import hashlib
 import os
+import re
 import shutil
 import struct
+import time
 from array import array
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +52,8 @@ DTYPES: dict[int, npt.DTypeLike] = {
 }
 CHUNK = 1 << 20
 COPY_BYTES = 1 << 24
+ABANDONED_AFTER_S = 600.0
+"""On a shared disk the writer may live on another machine, where its files grow."""
 
 Array = npt.NDArray[Any]
 
@@ -88,6 +93,25 @@ def checked_cast(ids: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
             f"token id {bad} does not fit {target} ({bounds.min} to {bounds.max}); write with a wider type or check the tokenizer's vocabulary size."
         )
     return np.ascontiguousarray(source, dtype=target)
+
+
+def remove_abandoned(folder: Path, pattern: str) -> None:
+    """Remove temporary files of writers that were killed: their process is gone, and nothing was written for a while."""
+    for path in folder.glob(pattern):
+        found = re.search(r"\.tmp-(\d+)", path.name)
+        with suppress(OSError):
+            if found and not _is_alive(int(found[1])) and time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
+                path.unlink()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 class IndexedDataset:
@@ -243,6 +267,8 @@ class IndexedDatasetWriter:
         self._document_indices = array("q", [0])
         self._modes = array("b") if multimodal else None
         self.num_tokens = 0
+        for target in self._targets:
+            remove_abandoned(target.parent, f"{glob.escape(target.name)}.tmp-*")
         # Closed by __exit__.
         self._bin = open(self._bin_temporary, "wb")  # noqa: SIM115
 

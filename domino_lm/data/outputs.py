@@ -1,5 +1,6 @@
 """Where the preprocessor's documents go: one pair of files for each key, in the order of the input or dealt to partitions."""
 
+import glob
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from domino_lm.data.documents import EncodedKey
-from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter
+from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter, remove_abandoned
 
 Array = npt.NDArray[Any]
 
@@ -30,6 +31,7 @@ class PartitionedWriter:
         self._prefixes: list[str] = []
         self._parts: list[IndexedDatasetWriter] = []
         self._documents = 0
+        remove_abandoned(Path(prefix).parent, f"{glob.escape(os.path.basename(prefix))}.part-*.tmp-*")
         if partitions > 1:
             self._prefixes = [f"{prefix}.part-{i}.tmp-{os.getpid()}" for i in range(partitions)]
             self._parts = [self._stack.enter_context(IndexedDatasetWriter(part, dtype)) for part in self._prefixes]

@@ -1,15 +1,16 @@
 """Encoding in several processes or threads, with results in order and a bounded number of blocks in flight."""
 
 import os
+import queue
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
-from multiprocessing import get_context, parent_process
-from typing import TypeVar
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, TypeVar
 
 from domino_lm.data.documents import EncodedBlock, Encoder
 from domino_lm.data.inputs import Block, PreprocessError
@@ -18,6 +19,16 @@ BLOCKS_PER_WORKER = 3
 STOPPING = {signal.SIGTERM, signal.SIGINT}
 
 Recipe = TypeVar("Recipe")
+
+
+class _Workers(Protocol):
+    """Takes blocks, and gives their results back in the order in which they came."""
+
+    def submit(self, block: Block) -> None: ...
+
+    def next_result(self) -> EncodedBlock: ...
+
+    def close(self) -> None: ...
 
 
 def encode_blocks(
@@ -31,33 +42,42 @@ def encode_blocks(
     if workers == 1:
         yield from map(encoder, blocks)
         return
-    if encoder.tokenizer.uses_threads:
-        own = _EncoderOfThread(encoder, lambda: build(recipe))
-        pool: Executor = ThreadPoolExecutor(workers, "encode")
-        submit = lambda block: pool.submit(own, block)  # noqa: E731
-    else:
-        # Spawned, not forked: a fork of a process with the tokenizer's threads may hang.
-        pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker)
-        submit = lambda block: pool.submit(_encode_in_worker, build, recipe, block)  # noqa: E731
+    pool: _Workers
+    pool = _Threads(workers, encoder, lambda: build(recipe)) if encoder.tokenizer.uses_threads else _Processes(workers, build, recipe)
     try:
-        yield from _in_order(submit, blocks, workers * BLOCKS_PER_WORKER)
-    except BrokenExecutor as error:
-        raise PreprocessError(
-            "a worker process died (killed by hand, or by the system for want of memory); "
-            f"run again, with fewer than --workers {workers} if memory is short."
-        ) from error
+        waiting = 0
+        for block in blocks:
+            pool.submit(block)
+            waiting += 1
+            if waiting >= workers * BLOCKS_PER_WORKER:
+                yield pool.next_result()
+                waiting -= 1
+        for _ in range(waiting):
+            yield pool.next_result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.close()
 
 
-class _EncoderOfThread:
-    """Each thread's own encoder; the first thread takes the one that is there."""
+class _Threads:
+    """Threads with an encoder each; the first takes the one that is there."""
 
-    def __init__(self, first: Encoder, build: Callable[[], Encoder]) -> None:
+    def __init__(self, count: int, first: Encoder, build: Callable[[], Encoder]) -> None:
+        self._pool = ThreadPoolExecutor(count, "encode")
         self._first: deque[Encoder] = deque([first])
         self._build, self._own = build, threading.local()
+        self._pending: deque[Any] = deque()
 
-    def __call__(self, block: Block) -> EncodedBlock:
+    def submit(self, block: Block) -> None:
+        self._pending.append(self._pool.submit(self._encode, block))
+
+    def next_result(self) -> EncodedBlock:
+        result: EncodedBlock = self._pending.popleft().result()
+        return result
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _encode(self, block: Block) -> EncodedBlock:
         encoder: Encoder | None = getattr(self._own, "encoder", None)
         if encoder is None:
             try:
@@ -68,21 +88,63 @@ class _EncoderOfThread:
         return encoder(block)
 
 
-def _in_order(submit: Callable[[Block], Future[EncodedBlock]], blocks: Iterable[Block], in_flight: int) -> Iterator[EncodedBlock]:
-    """Results in the order of the blocks, with at most ``in_flight`` blocks read ahead."""
-    pending: deque[Future[EncodedBlock]] = deque()
-    for block in blocks:
-        with _signals_held():
-            pending.append(submit(block))
-        if len(pending) >= in_flight:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+class _Processes:
+    """Processes that take turns; each has a pipe of its own, whose end tells either side that the other is gone.
+
+    A pool with common queues would hang for good when a process is killed while it holds one.
+    """
+
+    def __init__(self, count: int, build: Callable[[Any], Encoder], recipe: Any) -> None:
+        # Spawned, not forked: a fork of a process with the tokenizer's threads may hang.
+        context = get_context("spawn")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._sent = self._received = 0
+        self._count = count
+        for _ in range(count):
+            with _signals_held():
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, build, recipe), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+
+    def submit(self, block: Block) -> None:
+        try:
+            self._pipes[self._sent % self._count].send(block)
+        except OSError:
+            raise self._death() from None
+        self._sent += 1
+
+    def next_result(self) -> EncodedBlock:
+        try:
+            result: EncodedBlock | Exception = self._pipes[self._received % self._count].recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        self._received += 1
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()  # it may still be starting, or at a long block whose result nobody wants
+        for process in self._processes:
+            process.join()
+
+    def _death(self) -> PreprocessError:
+        return PreprocessError(
+            "a worker process died (killed by hand, or by the system for want of memory); "
+            f"run again, with fewer than --workers {self._count} if memory is short."
+        )
 
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Signals that stop the program wait: one that arrives while a worker is being started could get lost there."""
+    """Signals that stop the program wait: one that arrives while a process is being started could get lost there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -93,26 +155,32 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker() -> None:
+def _serve(pipe: Connection, build: Callable[[Any], Encoder], recipe: Any) -> None:
+    """A worker process: blocks in, results or errors out, until the pipe ends."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and stops the workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    blocks: queue.SimpleQueue[Block] = queue.SimpleQueue()
+    # Always ready to take a block: a parent that waits to hand one over would not read results.
+    threading.Thread(target=_take_blocks, args=(pipe, blocks), daemon=True).start()
+    encoder = build(recipe)
+    while True:
+        block = blocks.get()
+        result: EncodedBlock | Exception
+        try:
+            result = encoder(block)
+        except Exception as error:
+            result = error
+        try:
+            pipe.send(result)
+        except OSError:
+            os._exit(1)
 
 
-def _exit_with_parent() -> None:
-    """Without this, workers of a killed parent would wait for work forever."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-@cache
-def _worker_encoder(build: Callable[[Recipe], Encoder], recipe: Recipe) -> Encoder:
-    """Each worker builds its tokenizer once, with its first block."""
-    return build(recipe)
-
-
-def _encode_in_worker(build: Callable[[Recipe], Encoder], recipe: Recipe, block: Block) -> EncodedBlock:
-    return _worker_encoder(build, recipe)(block)
+def _take_blocks(pipe: Connection, blocks: "queue.SimpleQueue[Block]") -> None:
+    """The end of the pipe is the end of the parent, and so of this process, whatever it is doing."""
+    try:
+        while True:
+            blocks.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(1)

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from domino_lm.data.tokenizer import Ids, Lengths, TokenizerError, flatten, sha256_of
+from domino_lm.data.tokenizer import Ids, Lengths, TokenizerError, encode_pieces, flatten, sha256_of
 
 SPACE = "\u2581"  # SentencePiece's visible space
 BETWEEN_SPACES = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
+WORD_BORDER = re.compile(f"(?<=[^{SPACE}])(?={SPACE})")
 MAX_WORDS = 1 << 19
 MAX_REMEMBERED_IDS = 1 << 23
 BPE = 2
@@ -122,9 +123,13 @@ class WordMemory:
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """Ids of all texts back to back, and how many belong to each text."""
+        return encode_pieces(self._encode_words, [SPACE + text.replace(" ", SPACE) if text else "" for text in texts], WORD_BORDER)
+
+    def _encode_words(self, texts: list[str]) -> tuple[Ids, Lengths]:
+        """The same for texts whose spaces are spelled as the model spells them."""
+        words = list(map(BETWEEN_SPACES.findall, texts))
         if len(self._numbers) > MAX_WORDS or len(self._flat) > MAX_REMEMBERED_IDS:
             self._numbers, self._flat, self._starts = _Numbers(), np.empty(0, np.int32), np.zeros(1, np.int64)
-        words = [BETWEEN_SPACES.findall(SPACE + text.replace(" ", SPACE)) if text else [] for text in texts]
         in_text = np.fromiter(map(len, words), np.int64, len(words))
         numbers = np.fromiter(map(self._numbers.__getitem__, itertools.chain.from_iterable(words)), np.int64, int(in_text.sum()))
         self._learn(self._numbers.take_new())

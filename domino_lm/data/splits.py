@@ -1,10 +1,11 @@
 """The training, validation and test sets of a run, from whatever form the data is named in."""
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from domino_lm.data.blended import Blend, BlendedDataset, normalised, parse_blend, source_sizes, source_targets
 from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, SplitName, TokenSource, split_ranges
@@ -148,6 +149,32 @@ def build_splits(sources: DataSources, sizes: Sequence[int | None], config: GPTD
     builder = _Builder(sources, config, cache_path)
     found = {name: builder.build(name, size) for name, size in zip(SPLITS, sizes, strict=True)}
     return Splits(next(iter(found["train"]), None), found["valid"], next(iter(found["test"]), None))
+
+
+def build_train_valid_test(
+    prefix: Path, split: str, sizes: Sequence[int | None], config: GPTDatasetConfig, cache_path: Path | None = None
+) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
+    """The splits of a single pair of files."""
+    splits = build_splits(DataSources(blend=Blend((os.fspath(prefix),)), split=split), sizes, config, cache_path)
+    train, valid, test = (_single(dataset) for dataset in (splits.train, next(iter(splits.valid), None), splits.test))
+    return train, valid, test
+
+
+def fingerprint(datasets: Iterable[Dataset]) -> str:
+    """Hash of everything that decides which samples a run reads and in which order; the same on nodes with copies of the files."""
+    identities = [_without_times(dataset.identity()) for dataset in datasets]
+    return hashlib.sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
+
+
+def _without_times(identity: Any) -> Any:
+    if isinstance(identity, dict):
+        return {key: _without_times(value) for key, value in identity.items() if key != "mtimes_ns"}
+    return [_without_times(value) for value in identity] if isinstance(identity, list) else identity
+
+
+def _single(dataset: Dataset | None) -> GPTDataset | None:
+    assert not isinstance(dataset, BlendedDataset), "one prefix without a weight is no blend"
+    return dataset
 
 
 class _Builder:

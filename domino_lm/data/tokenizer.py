@@ -7,11 +7,14 @@ faster tokenizer can be put behind the same seam.
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+PIECE_CHARACTERS = 1 << 20
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
@@ -81,6 +84,43 @@ def flatten(ids: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
     """Ids of many texts as one array, and the length of each."""
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     return np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum())), lengths
+
+
+def cut_long_texts(texts: Sequence[str], border: re.Pattern[str]) -> tuple[list[str], list[int]]:
+    """The texts, long ones in pieces of about PIECE_CHARACTERS that begin at a ``border``, and the text that each piece is of.
+
+    Encoding a text of many megabytes at once takes a hundred times its size in memory. A border must be a place where the
+    tokenizer starts afresh whatever stands before and behind it.
+    """
+    pieces: list[str] = []
+    owners: list[int] = []
+    for i, text in enumerate(texts):
+        begin = 0
+        while len(text) - begin > PIECE_CHARACTERS and (found := border.search(text, begin + PIECE_CHARACTERS)) is not None:
+            pieces.append(text[begin : found.start()])
+            owners.append(i)
+            begin = found.start()
+        pieces.append(text[begin:])
+        owners.append(i)
+    return pieces, owners
+
+
+def encode_pieces(encode: Callable[[list[str]], tuple[Ids, Lengths]], texts: Sequence[str], border: re.Pattern[str]) -> tuple[Ids, Lengths]:
+    """What ``encode`` gives for all texts, called with a bounded number of characters at a time."""
+    if sum(map(len, texts)) <= PIECE_CHARACTERS:
+        return encode(list(texts))
+    pieces, owners = cut_long_texts(texts, border)
+    ids, lengths, group, size = [], [], [], 0
+    for piece, last in zip(pieces, [False] * (len(pieces) - 1) + [True], strict=True):
+        group.append(piece)
+        size += len(piece)
+        if size >= PIECE_CHARACTERS or last:
+            part = encode(group)
+            ids.append(part[0])
+            lengths.append(part[1])
+            group, size = [], 0
+    per_text = np.bincount(owners, weights=np.concatenate(lengths), minlength=len(texts)).astype(np.int64)
+    return np.concatenate(ids), per_text
 
 
 def sha256_of(path: str) -> str:

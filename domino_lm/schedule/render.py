@@ -43,7 +43,7 @@ def draw(timeline: Timeline, path: Path | str) -> None:
     for axes, (phase, start_s, end_s, title) in zip(zooms, _zooms(timeline), strict=False):
         _panel(axes, timeline, start_s, end_s, title, labels=True)
         whole.axvspan(start_s * MILLISECONDS, end_s * MILLISECONDS, fill=False, edgecolor="black", linewidth=1.2, zorder=5)
-        whole.text(start_s * MILLISECONDS, 1.0, f" {phase}", fontsize=8, va="bottom", transform=whole.get_xaxis_transform())
+        whole.text(start_s * MILLISECONDS, 0.99, f" {phase}", fontsize=8, va="top", transform=whole.get_xaxis_transform())
     for axes in [axes for axes in zooms if not axes.has_data()]:
         axes.set_axis_off()
     figure.suptitle(_heading(timeline), fontsize=11)

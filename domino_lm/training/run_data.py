@@ -15,7 +15,7 @@ from domino_lm.data.gpt_dataset import GPTDatasetConfig
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.loader import Batches
 from domino_lm.data.samplers import CyclicSampler, FullPassSampler, Sampler, SequentialSampler
-from domino_lm.data.splits import Dataset, Splits, build_splits, sources_of
+from domino_lm.data.splits import Dataset, Splits, build_splits, fingerprint, sources_of
 from domino_lm.data.tokenizer import Tokenizer
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.mesh import ParallelMesh
@@ -58,6 +58,10 @@ class RunData:
         if split == "valid":
             return self.valid
         return () if self.test is None else (self.test,)
+
+    def fingerprint(self) -> str:
+        """Hash of what decides the samples and their order; ranks that differ would train on different data."""
+        return fingerprint([self.train, *self.valid, *([self.test] if self.test is not None else [])])
 
     def describe(self) -> str:
         """How many samples training has, and what it takes from each source."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.pretrain import build_trainer
 from domino_lm.training.metrics_file import read_lines
 from domino_lm.training.stop import GarbageCollection
 from domino_lm.training.trainer import FitResult
-from tests.distributed.training_runs import built, steps, write_tokens
+from tests.distributed.training_runs import built, configure, steps, write_tokens
 from tests.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -47,8 +49,8 @@ def test_a_run_counted_in_samples_takes_as_many_steps_as_they_fill(ranks: Ranks,
 
 
 def fit_by_samples(mesh: ParallelMesh, tokens: Path) -> FitResult:
-    trainer = built(mesh, tokens, f"{QUIET} --train-iters 3")
-    assert trainer.batches.samples == 24
+    run = configure(tokens, f"{QUIET} --lr-warmup-iters 0")
+    trainer = build_trainer(replace(run, training=replace(run.training, train_iters=None, train_samples=30)), mesh)
     return trainer.fit()
 
 

@@ -303,6 +303,7 @@ def test_no_thread_of_a_process_group_outlives_the_program(running: Any, tokens:
         ("--data-path /nowhere/tokens", "/nowhere/tokens"),
         ("--load /nowhere --exit-on-missing-checkpoint", "--exit-on-missing-checkpoint"),
         ("--vocab-size 50", "50"),
+        ("--save /proc/nowhere", "--save /proc/nowhere cannot be written"),
         ("--split 0,1,0", "--split"),
         ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 does not divide the 1 ranks"),
     ],

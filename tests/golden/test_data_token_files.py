@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, attention_mask, build_train_valid_test
+from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, attention_mask
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.merge import merge
 from domino_lm.data.preprocess import PreprocessConfig, preprocess
+from domino_lm.data.splits import build_train_valid_test
 from tests.golden.token_files import GOLDEN, SP4096, TokenFiles, sha256
 
 HASHES = json.loads((GOLDEN / "SHA256.json").read_text())

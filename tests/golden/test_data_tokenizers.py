@@ -1,6 +1,7 @@
 """Tokenizers give the ids and the text that Megatron's wrappers give."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,24 @@ def test_fast_batches_give_the_ids_of_the_slow_way(kind: str, hugging_face_folde
     slow = [tokenizer.encode(text) for text in texts]
     np.testing.assert_array_equal(lengths, list(map(len, slow)))
     np.testing.assert_array_equal(ids, [token for each in slow for token in each])
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_long_texts_are_encoded_in_pieces_to_the_same_ids(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOMINO_LM_GIGATOKEN", "0")
+    monkeypatch.setattr("domino_lm.data.tokenizer.PIECE_CHARACTERS", 40)
+    tokenizer = build_tokenizer(SETTINGS[kind])
+    texts = ["", *corpus()[:40], *STRINGS, *random_texts(200)]
+    ids, lengths = tokenizer.encode_batch(texts)
+    whole = [tokenizer.encode(text) for text in texts]
+    np.testing.assert_array_equal(lengths, list(map(len, whole)))
+    np.testing.assert_array_equal(ids, [token for each in whole for token in each])
+
+
+def test_without_gigatoken_the_tokenizers_library_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gigatoken.gigatoken_rs", None)
+    tokenizer: Any = build_tokenizer(SETTINGS["gpt2_bpe"])
+    assert (tokenizer._fast, tokenizer.encode_batch(["a b"])[0].tolist()) == (None, tokenizer.encode("a b"))
 
 
 def test_the_fast_encoder_is_made_anew_before_its_memory_grows_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_the_table_has_a_row_for_every_variant() -> None:
     }
     table = markdown(json.loads(json.dumps(results)))
     assert "head_to_head.py --rounds 1" in table
-    assert "| domino_lm: 2 rows | 3000 (3000 to 3000) | 1500 / 1500 | 0.67 / 0.67 / **0.67**" in table
+    assert "| domino_lm: 2 rows | 3000 (3000 to 3000) | 1500 / 1500 | 1000 | 0.67 / 0.67 / **0.67**" in table
     assert "| Megatron-core: default | 4500" in table
 
 

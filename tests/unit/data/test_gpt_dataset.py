@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from domino_lm.data.gpt_dataset import GPTDataset, GPTDatasetConfig, attention_mask, build_train_valid_test, parse_split, split_ranges
+from domino_lm.data.gpt_dataset import GPTDataset, GPTDatasetConfig, attention_mask, parse_split, split_ranges
 from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter
 from domino_lm.data.indices import (
     DatasetError,
@@ -23,6 +23,7 @@ from domino_lm.data.indices import (
     shuffle_index_dtype,
 )
 from domino_lm.data.loader import Batches, SequentialSampler
+from domino_lm.data.splits import build_train_valid_test
 
 EOD = 0
 

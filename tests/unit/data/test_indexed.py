@@ -1,6 +1,7 @@
 """Token files: the format, what opening refuses, and what the writer leaves behind."""
 
 import gc
+import os
 import struct
 import subprocess
 import sys
@@ -221,6 +222,18 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     )
     assert "File too large" in run.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_a_killed_writer_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    names = [f"x.bin.tmp-{dead.pid}", f"x.idx.tmp-{dead.pid}", f"x.bin.tmp-{os.getppid()}", "x.bin.tmp-notes", f"y.bin.tmp-{dead.pid}"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (1, 1))
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document([1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["x.bin", "x.idx", *names[2:]])
 
 
 def test_pointers_past_int32_stay_positive() -> None:

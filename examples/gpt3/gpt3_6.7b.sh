@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# GPT-3 6.7B: 300 billion tokens, two million a step.
+set -euo pipefail
+folder=$(cd "$(dirname "$0")" && pwd)
+: "${DATA_PATH:?is the prefix of a .bin/.idx pair, or a blend: weight prefix weight prefix}"
+TOKENIZER=${TOKENIZER:---tokenizer-type GPT2BPETokenizer --vocab-file ${VOCAB_FILE:?is GPT-2 vocab.json} --merge-file ${MERGE_FILE:?is GPT-2 merges.txt}}
+# shellcheck disable=SC2086  # DATA_PATH and TOKENIZER may be lists of words
+exec "$folder/../launch.sh" \
+  --preset gpt3-6.7b --tensor-model-parallel-size "${TP:-8}" \
+  --data-path $DATA_PATH --split 969,30,1 $TOKENIZER \
+  --micro-batch-size 4 --global-batch-size 1024 --train-samples 146484375 --lr-decay-samples 126953125 --lr-warmup-samples 183105 \
+  --lr 1.2e-4 --min-lr 1.2e-5 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \
+  --log-interval 10 --eval-interval 1000 --eval-iters 10 --save-interval 1000 \
+  --save "${CHECKPOINTS:-checkpoints/gpt3_6.7b}" --load "${CHECKPOINTS:-checkpoints/gpt3_6.7b}" \
+  --tensorboard-dir "${LOGS:-runs/gpt3_6.7b}" --metrics-file "${LOGS:-runs/gpt3_6.7b}/metrics.jsonl"
