@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := domino_lm tools tests $(wildcard benchmarks)
 
-.PHONY: help setup demo test test-all bench check format clean
+.PHONY: help setup demo test test-all fuzz bench check format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F'|' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ test: $(STAMP)  ## run all tests (PYTEST="-k name" runs some)
 
 test-all: $(STAMP)  ## run those too that try every combination and every example
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' $(PYTEST)
+
+fuzz: $(STAMP)  ## long run of the readers on random and damaged input
+	FUZZ_EXAMPLES=20000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/data/test_fuzz.py
 
 bench: $(STAMP)  ## compare with Megatron-core and DeepSpeed on a shaped network (root, iproute2; BENCH="--gbit 1" chooses)
 	$(BIN)/python benchmarks/head_to_head.py $(BENCH)

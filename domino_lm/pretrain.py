@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import sys
 import time
@@ -66,14 +65,6 @@ def dry_run(command: Command, world_size: int) -> int:
 
 def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
     """Build everything that `check_run` found sound, and train; returns the exit code. ``ignored`` flags are told of."""
-    code = _train(run, ignored)
-    # The threads of process groups end with the last reference to them, and must while the interpreter lives: one that
-    # drops a tensor later aborts the process.
-    gc.collect()
-    return code
-
-
-def _train(run: RunConfig, ignored: Sequence[str]) -> int:
     import torch  # from here on, since it takes seconds
 
     from domino_lm.parallel.mesh import ParallelMesh
