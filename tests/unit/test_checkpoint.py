@@ -185,7 +185,7 @@ def test_a_hostile_data_file_is_refused_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": 64}, r"position_embeddings.weight: the run needs \[16, 64\], the checkpoint holds \[16, 32\]"),
+        ({"hidden_size": 64}, r"position_embeddings.weight: the run needs \[20, 64\], the checkpoint holds \[20, 32\]"),
         ({"num_layers": 3}, r"the run needs \[3, .*, the checkpoint holds \[2, "),
         ({"untie_embeddings_and_output_weights": True}, "output_layer.weight: .* the checkpoint has no such tensor"),
         ({"add_bias_linear": False}, "linear_.*bias: the checkpoint holds it, the run has no such tensor"),
