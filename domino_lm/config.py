@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from domino_lm.data_config import DataConfig, TokenizerConfig
+
 
 class ConfigError(ValueError):
     """Settings that cannot work together; the message names flags, values and the way out."""
@@ -195,110 +197,6 @@ class ScheduleConfig:
     def row_dim(self, micro_batch_size: int) -> Literal["batch", "sequence"]:
         """What rows are cut along."""
         return self.domino_row_dim or ("sequence" if micro_batch_size == 1 else "batch")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
-    """Which tokenizer the data was made with."""
-
-    tokenizer_type: (
-        Literal[
-            "GPT2BPETokenizer",
-            "Llama2Tokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "NullTokenizer",
-        ]
-        | None
-    ) = None
-    """GPT2BPETokenizer; Llama2Tokenizer / SentencePieceTokenizer / GPTSentencePieceTokenizer (all plain SentencePiece); HuggingFaceTokenizer (a tokenizer.json); NullTokenizer (numbers, with --vocab-size)."""
-
-    tokenizer_model: str | None = None
-    """SentencePiece model file; for HuggingFaceTokenizer a tokenizer.json or its folder."""
-
-    vocab_file: str | None = None
-    """GPT-2 vocab.json."""
-
-    merge_file: str | None = None
-    """GPT-2 merges.txt."""
-
-    tokenizer_sentencepiece_legacy: bool = False
-    """Put the tokens of --tokenizer-special-tokens behind the SentencePiece vocabulary, as Megatron's legacy mode does."""
-
-    tokenizer_special_tokens: tuple[str, ...] = ()
-    """Tokens that the legacy mode adds."""
-
-    tokenizer_hf_no_include_special_tokens: bool = False
-    """Leave out what a tokenizer.json puts around each text (a BOS, say)."""
-
-    null_tokenizer_eod_id: int | None = None
-    """End of document of NullTokenizer; None takes the last id."""
-
-    null_tokenizer_pad_id: int | None = None
-    """Padding id of NullTokenizer; None takes -1."""
-
-    null_tokenizer_extra_eod: bool = False
-    """Put NullTokenizer's end of document behind --vocab-size, as megatron-core 0.16 does; later versions take the last id."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where samples come from."""
-
-    data_path: tuple[str, ...] | None = None
-    """Prefix of a .bin/.idx pair made by tools/preprocess_data.py; several to blend them by size, or pairs of weight and prefix to blend them by weight."""
-
-    split: str | None = None
-    """Shares of training, validation and test, counted in sequences of each source (969,30,1 where none is given)."""
-
-    train_data_path: tuple[str, ...] | None = None
-    """Prefixes, or weights and prefixes, of training alone; excludes --data-path and --split."""
-
-    valid_data_path: tuple[str, ...] | None = None
-    """The same for validation."""
-
-    test_data_path: tuple[str, ...] | None = None
-    """The same for the test."""
-
-    data_args_path: str | None = None
-    """File with the words of --data-path, for blends of many sources."""
-
-    per_split_data_args_path: str | None = None
-    """JSON file with the words of train, valid and test."""
-
-    mock_data: bool = False
-    """Train on made-up tokens."""
-
-    mid_level_dataset_surplus: float = 0.005
-    """Samples more than its share that each source of a weighted blend is built with, as a fraction."""
-
-    multiple_validation_sets: bool = False
-    """Evaluate the sources of the validation split apart instead of blended."""
-
-    full_validation: bool = False
-    """Evaluate on the whole validation split each time instead of --eval-iters batches."""
-
-    dataloader_type: Literal["single", "cyclic"] = "single"
-    """single reads the samples in the order of the data set; cyclic permutes them anew in every pass."""
-
-    data_sharding: bool = True
-    """With cyclic, each data-parallel rank permutes a share of its own; --no-data-sharding deals one permutation out."""
-
-    num_workers: int = 2
-    """Threads that read micro-batches ahead of the step; 0 reads them in it."""
-
-    data_cache_path: str | None = None
-    """Folder for index files, shared by runs on the same data; None keeps the indices in memory."""
-
-    reset_position_ids: bool = False
-    """Restart positions after each end of document."""
-
-    reset_attention_mask: bool = False
-    """Keep tokens from attending across an end of document. Materialises masks, which is slower."""
-
-    eod_mask_loss: bool = False
-    """Take no loss where the input is an end of document."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,10 @@
-"""Flags of the tokenizer for the tools that need one; training makes the same flags from its configuration."""
+"""Flags of the tokenizer for the tools that need one: those of training that `TokenizerConfig` holds, and ``--vocab-size``."""
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Any
 
 from domino_lm.data.tokenizer import TOKENIZER_TYPES
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolTokenizer:
-    """The tokenizer that a tool was asked for; `tokenizer.build_tokenizer` makes it."""
-
-    tokenizer_type: str | None = None
-    tokenizer_model: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    tokenizer_sentencepiece_legacy: bool = False
-    tokenizer_special_tokens: tuple[str, ...] = ()
-    tokenizer_hf_no_include_special_tokens: bool = False
-    null_tokenizer_eod_id: int | None = None
-    null_tokenizer_pad_id: int | None = None
-    null_tokenizer_extra_eod: bool = False
+from domino_lm.data_config import TokenizerConfig
 
 
 def add_tokenizer_flags(group: Any, required: bool = False) -> None:
@@ -45,9 +30,9 @@ def add_tokenizer_flags(group: Any, required: bool = False) -> None:
     )
 
 
-def tokenizer_of(flags: dict[str, Any]) -> tuple[ToolTokenizer, int | None]:
+def tokenizer_of(flags: dict[str, Any]) -> tuple[TokenizerConfig, int | None]:
     """Takes the flags of `add_tokenizer_flags` out of parsed ``flags``: the settings, and ``--vocab-size``."""
-    names = list(ToolTokenizer.__dataclass_fields__)
+    names = [field.name for field in dataclasses.fields(TokenizerConfig)]
     given = {name: flags.pop(name) for name in names}
     given["tokenizer_special_tokens"] = tuple(given["tokenizer_special_tokens"])
-    return ToolTokenizer(**given), flags.pop("vocab_size")
+    return TokenizerConfig(**given), flags.pop("vocab_size")

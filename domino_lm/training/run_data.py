@@ -9,7 +9,7 @@ import torch
 
 from domino_lm.batch_schedule import BatchSchedule
 from domino_lm.checks import global_batch_size
-from domino_lm.config import DataConfig, RunConfig
+from domino_lm.config import RunConfig
 from domino_lm.data.blended import BlendedDataset
 from domino_lm.data.gpt_dataset import GPTDatasetConfig
 from domino_lm.data.indices import DatasetError
@@ -17,6 +17,7 @@ from domino_lm.data.loader import Batches
 from domino_lm.data.samplers import CyclicSampler, FullPassSampler, Sampler, SequentialSampler
 from domino_lm.data.splits import Dataset, Splits, build_splits, fingerprint, sources_of
 from domino_lm.data.tokenizer import Tokenizer
+from domino_lm.data_config import DataConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.mesh import ParallelMesh
 

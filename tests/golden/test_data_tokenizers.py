@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from domino_lm.config import TokenizerConfig
 from domino_lm.data.tokenizer import Tokenizer, TokenizerError, build_tokenizer
+from domino_lm.data_config import TokenizerConfig
 
 GOLDEN = Path(__file__).parent / "data" / "tokenizers"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"

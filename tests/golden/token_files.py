@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from domino_lm.data.preprocess import PreprocessConfig, preprocess
-from domino_lm.data.tokenizer_flags import ToolTokenizer
+from domino_lm.data_config import TokenizerConfig
 
 GOLDEN = Path(__file__).parent / "data"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
 PARTS = {"part_a": {0}, "part_b": {1, 2}, "part_c": {3, 4, 5}}
-GPT2 = ToolTokenizer(
+GPT2 = TokenizerConfig(
     tokenizer_type="GPT2BPETokenizer",
     vocab_file=str(GOLDEN / "tokenizers/gpt2-bpe/vocab.json"),
     merge_file=str(GOLDEN / "tokenizers/gpt2-bpe/merges.txt"),
 )
-SP4096 = ToolTokenizer(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(EXAMPLES / "sp4096.model"))
+SP4096 = TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(EXAMPLES / "sp4096.model"))
 
-NULL = ToolTokenizer(tokenizer_type="NullTokenizer")
+NULL = TokenizerConfig(tokenizer_type="NullTokenizer")
 
 
 @dataclass

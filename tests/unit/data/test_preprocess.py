@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from domino_lm.config import TokenizerConfig
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.inputs import PreprocessError, read_blocks
 from domino_lm.data.preprocess import PreprocessConfig, Summary, preprocess
 from domino_lm.data.tokenizer import build_tokenizer
-from domino_lm.data.tokenizer_flags import ToolTokenizer
+from domino_lm.data_config import TokenizerConfig
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -404,7 +403,7 @@ def test_other_faults_stop_a_run_that_replaces_characters(tmp_path: Path) -> Non
         run(tmp_path, BAD_LINES, on_error="replace")
 
 
-NULL = ToolTokenizer(tokenizer_type="NullTokenizer")
+NULL = TokenizerConfig(tokenizer_type="NullTokenizer")
 
 
 @pytest.mark.parametrize(
@@ -457,7 +456,7 @@ def test_a_failed_run_leaves_no_partition(tmp_path: Path) -> None:
 def test_threads_write_what_one_worker_writes(tmp_path: Path) -> None:
     pytest.importorskip("gigatoken")
     folder = ROOT / "tests/golden/data/tokenizers/gpt2-bpe"
-    gpt2 = ToolTokenizer(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
+    gpt2 = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
     lines = as_lines(*(f"line {i} <|endoftext|> " * (i % 50) for i in range(4000)))
     for workers in (1, 3):
         run(tmp_path, lines, workers=workers, tokenizer=gpt2, append_eod=True, output_prefix=str(tmp_path / f"out{workers}"))
@@ -471,8 +470,8 @@ def test_documents_of_one_token_take_less_than_40_bytes_each(tmp_path: Path) -> 
     program = (
         "import sys\n"
         "from domino_lm.data.preprocess import PreprocessConfig, preprocess\n"
-        "from domino_lm.data.tokenizer_flags import ToolTokenizer\n"
-        "null = ToolTokenizer(tokenizer_type='NullTokenizer')\n"
+        "from domino_lm.data_config import TokenizerConfig\n"
+        "null = TokenizerConfig(tokenizer_type='NullTokenizer')\n"
         "config = lambda name: PreprocessConfig(input=name, output_prefix=sys.argv[2], tokenizer=null, vocab_size=10, workers=1)\n"
         "open(sys.argv[1] + '.small', 'wb').write(open(sys.argv[1], 'rb').read(13 * 50_000))\n"
         "peak = lambda: int(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1]) * 1024\n"

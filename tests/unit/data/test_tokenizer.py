@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.config import TokenizerConfig
 from domino_lm.data.tokenizer import TokenizerError, build_tokenizer
+from domino_lm.data_config import TokenizerConfig
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "examples/data/sp4096.model")
