@@ -119,7 +119,7 @@ def main() -> int:
             for link in links:
                 network.shape(link)
                 hardware = calibrate_link(network, Path(folder) / "calibration.json")
-                calibrations[str(link)] = asdict(hardware)
+                calibrations[str(link)] = json.loads((Path(folder) / "calibration.json").read_text())
                 rows += _rows(case, link, hardware, _measured_fractions(measured, link))
     except NetworkError as error:
         print(error, file=sys.stderr)

@@ -26,6 +26,11 @@ class Pending:
         assert self._buffer is not None, "a redeemed collective has no buffer"
         return self._buffer.nbytes
 
+    @property
+    def done(self) -> bool:
+        """Whether the transfer has ended, so that `wait` will not block."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> Tensor:
         """Order the current stream (gloo: the host) after the collective and hand the buffer over."""
         assert self._buffer is not None, "a collective is redeemed once"

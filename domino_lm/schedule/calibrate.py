@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from statistics import median
 
 import torch
@@ -30,6 +30,12 @@ ATTENTION = (2, 4, 256, 64)
 """Samples, heads, sequence, head width."""
 
 REDUCED_BYTES = tuple(1 << power for power in (12, 16, 18, 19, 20, 21, 22, 23))
+BESIDE = (128, 512, 512)
+"""The GEMM that runs beside all-reduces: tokens, output width, input width."""
+
+IN_A_ROW = 8
+"""All-reduces in one sample of what they take from compute."""
+
 KERNELS_AN_OP = 8
 """Host time of one op beside its kernels, counted in smallest kernels: dispatch, views, the autograd graph. Assumed."""
 
@@ -160,19 +166,35 @@ def _measure_fabric(tp: Communicator) -> MeasuredFabric:
 
 
 def _all_reduce_point(tp: Communicator, size_bytes: int) -> tuple[float, float, float]:
-    """Bytes, seconds alone, and seconds of CPU that the transport's threads take meanwhile.
-
-    CPU time and not the slowing down of something that runs beside it, because other programs do not disturb it.
-    """
+    """Bytes; seconds of an all-reduce that follows others without a pause; and CPU seconds that it takes from compute beside it."""
     buffer = torch.zeros(size_bytes // 4)
-    samples: list[tuple[float, float]] = []
-    for _ in range(REPEATS + 1):
-        tp.barrier()
-        start_s, cpu_s = time.perf_counter(), time.process_time()
+    tp.barrier()
+    ends_s = []
+    for _ in range(2 * REPEATS):  # the first half uses up what a link lets pass above its rate after a pause
         tp.all_reduce_start(buffer).wait()
-        samples.append((time.perf_counter() - start_s, time.process_time() - cpu_s))
-    transfer_s, taken_s = (_low(column) for column in zip(*samples[1:], strict=True))
-    return float(size_bytes), transfer_s, min(taken_s, transfer_s)
+        ends_s.append(time.perf_counter())
+    samples = [end - start for start, end in pairwise(ends_s[REPEATS - 1 :])]
+    return float(size_bytes), _low(samples), _low([_cpu_taken(tp, buffer) for _ in range(REPEATS)])
+
+
+def _cpu_taken(tp: Communicator, buffer: Tensor) -> float:
+    """CPU seconds that a rank spends more for each of some all-reduces of ``buffer`` in a row, while it computes.
+
+    More than for one that it waits for: the transport's threads interrupt compute, and both come back to cold caches. CPU
+    time and not elapsed time, because other programs do not lengthen it.
+    """
+    tokens, width_out, width_in = BESIDE
+    x, weights = torch.randn(tokens, width_in), cycle([torch.randn(width_in, width_out) for _ in range(BUFFERS)])
+    gemm_s, gemms = _seconds(lambda: x @ next(weights)), 0
+    tp.barrier()
+    start_s = time.process_time()
+    for _ in range(IN_A_ROW):
+        pending = tp.all_reduce_start(buffer)
+        while not pending.done:
+            x @ next(weights)
+            gemms += 1
+        pending.wait()
+    return max(0.0, time.process_time() - start_s - gemms * gemm_s) / IN_A_ROW
 
 
 def _seconds(run: Callable[[], object]) -> float:
