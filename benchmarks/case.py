@@ -126,6 +126,7 @@ _ROWS_2, _SEQUENCE_4 = _domino(domino_row_slices=2), _domino(domino_row_slices=4
 _COLUMNS_2 = _domino(domino_row_slices=1, domino_column_slices=2)
 _GROUPS = _domino(domino_row_slices=4, domino_pair="row-groups")
 _PAIRED = _domino(domino_row_slices=2, domino_pair="micro-batches")
+_UNCUT_PAIRED = _domino(domino_row_slices=1, domino_pair="micro-batches")
 
 # One line adds a schedule to the comparison; an extra one is measured only where it is asked for by name.
 OUR_VARIANTS: dict[str, Variant] = {
@@ -148,6 +149,7 @@ OUR_VARIANTS: dict[str, Variant] = {
     "sequence2": Variant(label="2 sequence rows", schedule=_domino(domino_row_slices=2, domino_row_dim="sequence"), extra=True),
     "row_groups": Variant(label="2 groups of 2 rows", schedule=_GROUPS, paired=True, smallest_micro_batch=4),
     "paired": Variant(label="2 rows, micro-batches paired", schedule=_PAIRED, paired=True, smallest_micro_batch=2, fewest_micro_batches=2),
+    "paired_uncut": Variant(label="micro-batches paired", schedule=_UNCUT_PAIRED, paired=True, fewest_micro_batches=2, extra=True),
     AUTO: Variant(label="auto", auto=True),
     NO_COMM: Variant(label="no communication", schedule=_BASELINE, communicates=False),
     "rows2_no_comm": Variant(label="2 rows, no communication", schedule=_ROWS_2, communicates=False, smallest_micro_batch=2),
