@@ -102,7 +102,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     grid = figure.subplots(len(links), len(PHASES), squeeze=False, sharey=True)
     for row, link in zip(grid, links, strict=True):
         for axes, phase in zip(row, PHASES, strict=True):
-            _panel(axes, link, phase)
+            panel(axes, link, phase)
     model = results["case"]["model"]
     figure.suptitle(
         f"{results['case']['family'].upper()}, hidden {model['hidden_size']}, vocabulary {model['vocab_size']}, TP {results['case']['tensor_parallel']}: "
@@ -114,22 +114,29 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     os.replace(unfinished, path)
 
 
-def _panel(axes: Any, link: Mapping[str, Any], phase: str) -> None:
-    variants = link["summary"]["variants"]
-    shown = [(n, f["fraction_of_optimum"][phase]) for n, f in variants.items() if phase in f.get("fraction_of_optimum", {}) and _plain(n)]
-    for height, (name, (middle, low, high)) in enumerate(shown):
+def panel(axes: Any, link: Mapping[str, Any], phase: str) -> None:
+    """One line a variant, the same in every phase; a variant that overlaps phases has a bar for the step alone."""
+    variants = {name: figures for name, figures in link["summary"]["variants"].items() if "fraction_of_optimum" in figures and _plain(name)}
+    for height, (name, figures) in enumerate(variants.items()):
+        if phase not in figures["fraction_of_optimum"]:
+            continue
+        middle, low, high = figures["fraction_of_optimum"][phase]
         axes.barh(height, middle, color=COLOURS[name.partition("/")[0]])
         axes.errorbar(middle, height, xerr=[[middle - low], [high - middle]], color="black", capsize=2, linewidth=1)
         axes.text(0.01, height, f"{middle:.2f}", va="center", color="white", fontsize=8)
-    axes.set_yticks(range(len(shown)), [_label(name) for name, _ in shown], fontsize=8)
-    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_yticks(range(len(variants)), [_label(name) for name in variants], fontsize=8)
+    axes.set_ylim(len(variants) - 0.4, -0.6)
     axes.set_xlim(0, 1.08)
     axes.axvline(1, color="black", linewidth=0.8)
     limits = link["summary"]["limit_s"]
+    named = ""
     if limits is not None:
-        optimum_s = variants[f"{OURS}/no_comm"]["seconds"][phase][0]
+        optimum_s = link["summary"]["variants"][f"{OURS}/no_comm"]["seconds"][phase][0]
         axes.axvline(optimum_s / limits[phase], color=COLOURS[OURS], linestyle="--", linewidth=1)
-    named = " (dashed: our limit)" if limits is not None else ""
+        named = " (dashed: our limit)"
+        if phase == "step" and any("F" not in figures["fraction_of_optimum"] for figures in variants.values()):
+            axes.axvline(optimum_s / limits["paired"], color=COLOURS[OURS], linestyle=":", linewidth=1)
+            named = " (dashed: our limit; dotted: paired)"
     axes.set_title(f"{link['gbit_per_s']:g} Gbit/s, {PHASE_NAMES[phase]}{named}", fontsize=9, loc="left")
 
 

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from benchmarks import head_to_head, shaped_network
 from benchmarks.case import MEGATRON, NO_COMM, OURS, SERIAL, Case, model_of, variants_of
 from benchmarks.figures import Round, Spread, Turn, key, limits_s, summarize
-from benchmarks.report import markdown
+from benchmarks.report import markdown, panel
 from benchmarks.shaped_network import Link, NetworkError, ShapedNetwork, remove_leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,6 +148,17 @@ def test_the_table_has_a_row_for_every_variant() -> None:
     assert "head_to_head.py --rounds 1" in table
     assert "| domino_lm: 2 rows | 3000 (3000 to 3000) | 1500 / 1500 | 1000 | 0.67 / 0.67 / **0.67**" in table
     assert "| Megatron-core: default | 4500" in table
+
+
+def test_a_variant_keeps_its_line_in_phases_that_it_has_no_bar_in() -> None:
+    turns = {**one_round(), key(OURS, "row_groups"): turn(1.5, 1.5)}
+    figures = json.loads(json.dumps(summarize(GPT, [turns], 1e9)))
+    axes = Figure().subplots()
+    panel(axes, {"gbit_per_s": 1.0, "summary": figures}, "F")
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    drawn = {labels[round(bar.get_y() + bar.get_height() / 2)]: bar.get_width() for bar in axes.patches}
+    assert "domino_lm: 2 groups of 2 rows" in labels
+    assert drawn == {"domino_lm: serial": pytest.approx(0.5), "domino_lm: 2 rows": pytest.approx(2 / 3)}
 
 
 def test_without_root_the_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
