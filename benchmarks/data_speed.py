@@ -1,28 +1,31 @@
 """Speed and memory of the data tools, beside plain libraries and megatron-core 0.16.1 in the same run, in turn.
 
     python benchmarks/data_speed.py                          # everything; about ten minutes on two quiet cores
-    python benchmarks/data_speed.py --only preprocess --rounds 5
+    python benchmarks/data_speed.py --only preprocess --rounds 5   # this part anew; the others stay in OUTPUT
 
 The input is the words of examples/data/corpus.jsonl, shuffled, as JSON lines. MB are 10^6 bytes of that file. "Whole
 command" is the time of the process from start to end; "steady" is the difference between a file three times as long and
 the short one, so that start-up drops out. Times on a busy machine tell little; the figures by CPU time (of all processes of
-a command) hold there too. Writes OUTPUT.json and OUTPUT.md.
+a command) hold there too. "memory" is the largest resident memory of a process that encodes everything itself.
+Writes OUTPUT.json and OUTPUT.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import platform
 import random
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,10 +41,13 @@ PEERS = ROOT / "benchmarks" / ".peers" / "data"
 PROGRAMS = ROOT / "benchmarks" / "programs"
 VOCABULARY = ROOT / "tests/golden/data/tokenizers/gpt2-bpe"
 MODEL = ROOT / "examples/data/sp4096.model"
+GPT2 = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", VOCABULARY / "vocab.json", "--merge-file", VOCABULARY / "merges.txt"]
+SENTENCEPIECE = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", MODEL]
+NUMBERS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 10]
 PLAIN = "2 x sentencepiece into megatron-core's builder"
 WORKERS = 2
 DOCUMENTS = 10_000_000
-PARTS = ("preprocess", "index", "loader")
+PARTS = ("preprocess", "memory", "index", "loader", "training")
 
 
 def main() -> None:
@@ -52,15 +58,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/data_speed", help="where OUTPUT.json and OUTPUT.md go")
     chosen = parser.parse_args()
     install_megatron()
-    results: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv), "rounds": chosen.rounds}
+    json_path = chosen.output.with_suffix(".json")
+    results: dict[str, Any] = json.loads(json_path.read_text()) if json_path.is_file() else {}
     with tempfile.TemporaryDirectory() as folder:
-        if "preprocess" in chosen.only:
-            results["preprocess"] = measure_preprocess(Path(folder), chosen.megabytes, chosen.rounds)
-        if "index" in chosen.only:
-            results["index"] = measure_index(Path(folder), chosen.rounds)
-        if "loader" in chosen.only:
-            results["loader"] = measure_loader(Path(folder), chosen.rounds)
-    chosen.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        measures: dict[str, Callable[[], dict[str, Any]]] = {
+            "preprocess": lambda: measure_preprocess(Path(folder), chosen.megabytes, chosen.rounds),
+            "memory": lambda: measure_memory(Path(folder)),
+            "index": lambda: measure_index(Path(folder), chosen.rounds),
+            "loader": lambda: measure_loader(Path(folder), chosen.rounds),
+            "training": lambda: measure_training(Path(folder), chosen.rounds),
+        }
+        for part in chosen.only:
+            results[part] = {"machine": machine(), "command": " ".join(sys.argv), "rounds": chosen.rounds, "rows": measures[part]()}
+    json_path.write_text(json.dumps(results, indent=1) + "\n")
     text = "\n".join(markdown(results)) + "\n"
     chosen.output.with_suffix(".md").write_text(text)
     print(text)
@@ -77,10 +87,8 @@ def measure_preprocess(folder: Path, megabytes: int, rounds: int) -> dict[str, A
     """Seconds of each command in each round, every command once a round."""
     short, long = (shuffled_words(folder / f"{size}.jsonl", size) for size in (megabytes, 3 * megabytes))
     save_tokenizer_json(folder / "tokenizer.json")
-    gpt2 = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", VOCABULARY / "vocab.json", "--merge-file", VOCABULARY / "merges.txt"]
     hugging_face = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder / "tokenizer.json"]
-    sentencepiece = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", MODEL]
-    commands = {"GPT-2 BPE": gpt2, "HF tokenizer.json": hugging_face, "SentencePiece": sentencepiece}
+    commands = {"GPT-2 BPE": GPT2, "HF tokenizer.json": hugging_face, "SentencePiece": SENTENCEPIECE}
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds):
         for name, tokenizer in commands.items():
@@ -92,12 +100,77 @@ def measure_preprocess(folder: Path, megabytes: int, rounds: int) -> dict[str, A
         baseline = run_program("data_megatron.py", "sentencepiece", short, MODEL, folder / "peer")
         keep(found, PLAIN, "steady_mb_per_s", megabytes / baseline["seconds"])
         keep(found, PLAIN, "steady_mb_per_cpu_s", megabytes / baseline["cpu_seconds"])
-        same = [(folder / f"out_text_document.{half}").stat().st_size > 0 for half in ("bin", "idx")]
-        assert all(same)
     for tool in ("preprocess_data.py", "merge_datasets.py", "inspect_data.py"):
         seconds, cpu_s = timed([sys.executable, ROOT / "tools" / tool, "--help"])
         keep(found, f"{tool} --help", "seconds", seconds)
         keep(found, f"{tool} --help", "start_up_cpu_s", cpu_s)
+    return found
+
+
+def measure_memory(folder: Path) -> dict[str, Any]:
+    """Megabytes at the peak for inputs of several sizes and kinds."""
+    found: dict[str, Any] = {}
+    inputs: list[tuple[str, Path, list[Any]]] = []
+    for size in (50, 200):
+        plain = shuffled_words(folder / f"{size}.jsonl", size)
+        inputs += [(f"{path.name[len(str(size)) :]}, {size} MB, GPT-2 BPE", path, GPT2) for path in (plain, *in_other_forms(plain))]
+        inputs.append((f".jsonl, {size} MB, SentencePiece", plain, SENTENCEPIECE))
+    line = one_line(folder / "line.jsonl", folder / "200.jsonl", 100)
+    inputs += [("one line of 100 MB, GPT-2 BPE", line, GPT2), ("one line of 100 MB, SentencePiece", line, SENTENCEPIECE)]
+    for millions in (1, 3):
+        path = folder / f"{millions}m.jsonl"
+        path.write_bytes(b'{"text":"5"}\n' * (millions * 1_000_000))
+        inputs.append((f"{millions} million documents of one token", path, NUMBERS))
+    for name, path, tokenizer in inputs:
+        flags = ["--input", path, "--output-prefix", folder / "out", *tokenizer, "--workers", 1, "--log-interval", 10**9]
+        keep(found, name, "peak_mb", run_program("data_ours.py", "preprocess", *flags)["peak_mb"])
+    return found
+
+
+def in_other_forms(path: Path) -> list[Path]:
+    """The same lines as .gz, .zst and .parquet."""
+    import pyarrow
+    import zstandard
+    from pyarrow import parquet
+
+    data = path.read_bytes()
+    gz, zst, table = (path.with_name(path.name + ".gz"), path.with_name(path.name + ".zst"), path.with_suffix(".parquet"))
+    gz.write_bytes(gzip.compress(data, 1))
+    zst.write_bytes(zstandard.ZstdCompressor().compress(data))
+    parquet.write_table(pyarrow.table({"text": [json.loads(line)["text"] for line in data.splitlines()]}), table)
+    return [gz, zst, table]
+
+
+def one_line(path: Path, source: Path, megabytes: int) -> Path:
+    """A single document of the words of ``source``."""
+    with open(source, encoding="utf-8") as lines, open(path, "w", encoding="utf-8") as file:
+        size = file.write('{"text": "')
+        for line in lines:
+            size += file.write(line[len('{"text": "') : -len('"}\n')] + " ")
+            if size >= megabytes * 1_000_000:
+                break
+        file.write('"}\n')
+    return path
+
+
+def measure_training(folder: Path, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step of a small model in which it waited for data, as training itself reports them."""
+    path = shuffled_words(folder / "training.jsonl", 20)
+    preprocess(path, folder / "training", SENTENCEPIECE)
+    flags = "--preset debug-gpt --micro-batch-size 4 --train-iters 60 --lr 1e-3 --split 1,0,0 --eval-interval 0 --log-interval 60".split()
+    flags += ["--data-path", str(folder / "training_text_document"), *map(str, SENTENCEPIECE)]
+    found: dict[str, Any] = {}
+    for _ in range(rounds):
+        for workers in (0, 2):
+            command = [sys.executable, "-m", "domino_lm.pretrain", *flags, "--num-workers", str(workers)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment).stdout
+            waited = re.search(r"([\d.]+) ms of a step waiting for data", output)
+            step = re.search(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+            assert waited is not None, output
+            assert step is not None, output
+            keep(found, f"debug-gpt, --num-workers {workers}", "step_ms", float(step[1]))
+            keep(found, f"debug-gpt, --num-workers {workers}", "wait_ms_per_step", float(waited[1]))
     return found
 
 
@@ -120,7 +193,7 @@ def measure_index(folder: Path, rounds: int) -> dict[str, Any]:
 def measure_loader(folder: Path, rounds: int) -> dict[str, Any]:
     """Samples of 512 tokens a second, by the number of workers."""
     path = shuffled_words(folder / "loader.jsonl", 20)
-    preprocess(path, folder / "loader", ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", MODEL])
+    preprocess(path, folder / "loader", SENTENCEPIECE)
     found: dict[str, Any] = {}
     for _ in range(rounds):
         for workers in (0, 1, 2):
@@ -209,24 +282,21 @@ def machine() -> dict[str, Any]:
 
 def markdown(results: dict[str, Any]) -> Iterator[str]:
     """Medians of all rounds, and their range."""
-    about = results["machine"]
     yield "# Data tools"
-    yield ""
-    yield (
-        f"{about['processor']}, {about['cores']} cores, load {about['load_before']:.1f} before the run; commit {about['commit'][:12]}; "
-        f"{about['started']}; medians (least to most) of {results['rounds']} rounds, all programs in turn in each."
-    )
-    yield ""
-    yield f"    {results['command']}"
     for part in PARTS:
-        if part in results:
-            yield ""
-            yield f"## {part}"
-            yield ""
-            yield from table(results[part])
-    if "preprocess" in results:
+        if part not in results:
+            continue
+        about, rows = results[part]["machine"], results[part]["rows"]
+        yield from ("", f"## {part}", "", f"    {results[part]['command']}", "")
+        yield (
+            f"{about['processor']}, {about['cores']} cores, load {about['load_before']:.1f} before; on top of commit {about['commit'][:12]}; "
+            f"{about['started']}; medians (least to most) of {results[part]['rounds']} rounds, all programs in turn in each."
+        )
         yield ""
-        yield from preprocess_ratio(results["preprocess"])
+        yield from table(rows)
+        if part == "preprocess":
+            yield ""
+            yield from preprocess_ratio(rows)
 
 
 def table(rows: dict[str, dict[str, list[float]]]) -> Iterator[str]:

@@ -12,23 +12,31 @@ import dataclasses
 import difflib
 import inspect
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from domino_lm import config
 from domino_lm.config import ConfigError, RunConfig
 from domino_lm.config_file import PRESET, read_config
-from domino_lm.megatron_flags import settle
-from domino_lm.presets import PRESETS
+from domino_lm.megatron_flags import NEEDS, flag_names, help_text, settle
+from domino_lm.presets import BESIDE_THE_MODEL, PRESETS
 
 NO_DEFAULT = dataclasses.MISSING
 ALIASES = {
     "norm_epsilon": ["--layernorm-epsilon"],
     "override_opt_param_scheduler": ["--override-opt_param-scheduler"],
+    "use_checkpoint_opt_param_scheduler": ["--use-checkpoint-opt_param-scheduler"],
+    "save_interval": ["--persistent-save-interval"],
+    "cuda_graph": ["--enable-cuda-graph"],
 }
-TURN_OFF = {"add_bias_linear": "--disable-bias-linear"}
-"""Megatron's name for switching a field off, where it is not ``--no-<field>``."""
+SAYS: dict[str, tuple[str, object]] = {
+    "--disable-bias-linear": ("add_bias_linear", False),
+    "--recompute-activations": ("recompute_granularity", "selective"),
+    "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
+}
+"""Megatron's flags without a value that give a field one, where the field's own flag is another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +69,9 @@ class Command:
     ignored: tuple[str, ...] = ()
     """Flags of Megatron's that need no setting here, each with the reason."""
 
+    from_checkpoint: tuple[str, ...] = ()
+    """Settings that --use-checkpoint-args took over, each with its value."""
+
 
 def settings() -> list[Setting]:
     """Every setting in the order of `config`; names are unique over all parts."""
@@ -74,6 +85,7 @@ def settings() -> list[Setting]:
     return found
 
 
+@cache
 def field_docstrings(part_class: type) -> dict[str, str]:
     """Docstring that follows each field in the class's source."""
     (class_node,) = ast.parse(textwrap.dedent(inspect.getsource(part_class))).body
@@ -92,6 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a GPT or LLaMA model from scratch. Flags are spelled as Megatron spells them.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
+        formatter_class=_HelpFormatter,
+        epilog=help_text(),
     )
     parser.add_argument("--preset", choices=sorted(PRESETS), help="Take a named model's settings; explicit flags win over them.")
     parser.add_argument("--config", metavar="FILE", help="Take settings from a TOML file; they win over --preset, and flags over both.")
@@ -105,13 +119,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+ModelOfCheckpoint = Callable[[str, int | None], "dict[str, object] | None"]
+"""Settings of the model that the checkpoint in a folder holds, of an iteration or the latest; None where it holds none."""
+
+
 def parse_arguments(argv: Sequence[str]) -> RunConfig:
     """Settings of one run from its command line; see `parse_command`."""
     return parse_command(argv).run
 
 
-def parse_command(argv: Sequence[str]) -> Command:
-    """What a command line asks for.
+def parse_command(argv: Sequence[str], model_of_checkpoint: ModelOfCheckpoint | None = None) -> Command:
+    """What a command line asks for; ``model_of_checkpoint`` answers where it asks for --use-checkpoint-args.
 
     Raises ConfigError, with every unknown flag or every missing one in the one message. Whether the values work
     together is `checks.check_run`'s business.
@@ -130,8 +148,40 @@ def parse_command(argv: Sequence[str]) -> Command:
     if named_there is not None and named_there not in PRESETS:
         raise ConfigError(f"--config {path}: preset {named_there!r} is none of {', '.join(sorted(PRESETS))}.")
     name = preset or named_there
-    values = {**(PRESETS[str(name)] if name else {}), **from_file, **flags}
-    return Command(config_from_values(values), dry_run, tuple(ignored))
+    preset_values = {**BESIDE_THE_MODEL, **PRESETS[str(name)]} if name else {}
+    values = _completed({**preset_values, **from_file, **flags})
+    taken = _from_checkpoint(values, model_of_checkpoint)
+    run = config_from_values({**values, **taken})
+    _require_needs(ignored, flat_values(run))
+    return Command(run, dry_run, tuple(ignored), tuple(f"{key} {value}" for key, value in taken.items()))
+
+
+def _completed(values: dict[str, object]) -> dict[str, object]:
+    """What Megatron's pretraining of GPT takes for granted: a vocabulary with merges is GPT-2's."""
+    if values.get("tokenizer_type") is None and values.get("vocab_file") and values.get("merge_file"):
+        return {**values, "tokenizer_type": "GPT2BPETokenizer"}
+    return values
+
+
+def _from_checkpoint(values: dict[str, object], model_of_checkpoint: ModelOfCheckpoint | None) -> dict[str, object]:
+    """Settings of the model in --load where --use-checkpoint-args asks for them; a vocabulary size only where nothing else gives one."""
+    if not values.get("use_checkpoint_args"):
+        return {}
+    folder, step = values.get("load"), values.get("ckpt_step")
+    if folder is None:
+        raise ConfigError("--use-checkpoint-args takes the model from a checkpoint: give --load.")
+    assert model_of_checkpoint is not None, "the program passes it"
+    found = model_of_checkpoint(str(folder), step if isinstance(step, int) else None) or {}
+    if values.get("tokenizer_type") is not None or values.get("vocab_size") is not None:
+        found = {key: value for key, value in found.items() if key != "vocab_size"}
+    return found
+
+
+def _require_needs(accepted: Sequence[str], values: dict[str, object]) -> None:
+    """Raise ConfigError for flags of Megatron's that ask for nothing only beside a setting that this run does not have."""
+    for flag, (name, value, way_out) in NEEDS.items():
+        if any(text.startswith(f"{flag}:") for text in accepted) and values[name] != value:
+            raise ConfigError(f"{flag}: {way_out}.")
 
 
 def config_from_values(values: dict[str, object]) -> RunConfig:
@@ -153,6 +203,17 @@ def _stored(value: object) -> object:
 def flat_values(run: RunConfig) -> dict[str, object]:
     """Every setting's value by its field name, in the order of `config`."""
     return {item.name: getattr(getattr(run, item.part), item.name) for item in settings()}
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Keeps the lines of what stands before and after the flags."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.splitlines()
+        hanging = f"{indent}      "
+        return "\n".join(
+            textwrap.fill(line, width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False) for line in lines
+        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -178,6 +239,10 @@ def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None, bool]:
 
 
 def _add_setting(group: Any, setting: Setting) -> None:
+    for flag, (name, value) in SAYS.items():
+        if name == setting.name:
+            same = f"{setting.flag} {value}" if setting.kind is not bool else f"--no{setting.flag[1:]}"
+            group.add_argument(flag, dest=name, action="store_const", const=value, help=f"The same as {same}.")
     flags = [setting.flag, *ALIASES.get(setting.name, [])]
     text = setting.help.replace("%", "%%")
     if setting.kind is not bool:
@@ -188,19 +253,17 @@ def _add_setting(group: Any, setting: Setting) -> None:
             *flags, dest=setting.name, type=setting.kind, choices=setting.choices, metavar=metavar, help=text + shown, **several
         )
         return
-    shown = f" Default: {'on' if setting.default else 'off'}."
+    shown = f" Default: {'on' if setting.default else 'off'}." if setting.default is not None else ""
     plain = setting.name.startswith("no_")
     action = "store_true" if plain else argparse.BooleanOptionalAction
     group.add_argument(*flags, dest=setting.name, action=action, help=text + shown)
-    if setting.name in TURN_OFF:
-        group.add_argument(TURN_OFF[setting.name], dest=setting.name, action="store_false", help=f"The same as --no{setting.flag[1:]}.")
 
 
 def _unknown_message(unknown: list[str], parser: argparse.ArgumentParser) -> str:
     flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
         return f"{' '.join(unknown)}: a value without a flag; every setting is given as --name value."
-    known = [option for action in parser._actions for option in action.option_strings]
+    known = [*(option for action in parser._actions for option in action.option_strings), *flag_names()]
     parts = []
     for flag in flags:
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)

@@ -61,11 +61,13 @@ class BatchSchedule:
 
     @cached_property
     def _length(self) -> tuple[int, int]:
-        """Steps and samples: those of the ramp one by one, the others at once."""
-        samples = steps = 0
+        return self.end(0, 0)
+
+    def end(self, steps: int, samples: int) -> tuple[int, int]:
+        """Steps and samples of the whole run when ``steps`` and ``samples`` are done: those of the ramp one by one, the others at once."""
         while self.ramps and samples <= self.ramp_samples and not self.ended(steps, samples):
             samples, steps = samples + self.at(samples), steps + 1
-        further = self._left(samples, steps, self.at(samples))
+        further = max(0, self._left(samples, steps, self.at(samples)))
         return steps + further, samples + further * self.at(samples)
 
     def ended(self, steps: int, samples: int) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from domino_lm.config import ConfigError, ModelConfig, RunConfig
 from domino_lm.data.gpt_dataset import parse_split
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import sources_of
+
+MOMENT_STEP = 2**-5
+"""A bf16 moment is rounded to 2^-9 of itself; steps below 2^-5 of it would lose a sixteenth and more of what they add."""
 
 
 def check_run(run: RunConfig, world_size: int) -> None:
@@ -17,11 +20,18 @@ def check_run(run: RunConfig, world_size: int) -> None:
         *_layout_faults(run, world_size),
         *_model_faults(run.model, run.parallel.tensor_model_parallel_size),
         *_schedule_faults(run),
+        *_kernel_faults(run),
+        *_precision_faults(run),
         *_data_faults(run),
         *_length_faults(run, world_size),
         *_optimizer_faults(run),
         *_checkpoint_faults(run),
     ]
+    refuse(faults)
+
+
+def refuse(faults: Sequence[str]) -> None:
+    """Raise ConfigError with all ``faults``, where there are any."""
     if len(faults) == 1:
         raise ConfigError(faults[0])
     if faults:
@@ -42,12 +52,14 @@ def _number_faults(run: RunConfig) -> Iterator[str]:
     """Values outside their own range, whatever the others are."""
     positive = {
         "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
-        "max_position_embeddings rotary_base norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by",
+        "max_position_embeddings rotary_base rope_scaling_factor norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by",
         "parallel": "tensor_model_parallel_size distributed_timeout_minutes",
         "schedule": "domino_row_slices domino_column_slices recompute_num_layers ddp_bucket_size",
+        "kernels": "nccl_max_ctas cuda_device_max_connections",
+        "precision": "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
         "optimizer": "lr lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples adam_eps",
         "training": "micro_batch_size global_batch_size train_iters train_samples exit_interval exit_samples exit_duration_in_mins",
-        "checkpoint": "save_interval",
+        "checkpoint": "save_interval ckpt_step",
         "logging": "log_interval tensorboard_log_interval timeline_iteration peak_tflops",
     }
     for part, names in positive.items():
@@ -110,6 +122,8 @@ def _model_faults(model: ModelConfig, tp: int) -> Iterator[str]:
         yield f"--hidden-size {model.hidden_size} with --swiglu gives an MLP of width 0; give --ffn-hidden-size."
     elif model.ffn_width % tp:
         yield f"{split} does not divide the MLP width {model.ffn_width}; give --ffn-hidden-size a multiple of {tp}."
+    if model.use_rope_scaling and model.position_embedding_type != "rope":
+        yield "--use-rope-scaling scales RoPE's frequencies; give --position-embedding-type rope, or leave it out."
     if model.position_embedding_type == "rope":
         if model.head_width % 2:
             yield f"--position-embedding-type rope turns channels in pairs, but a head has {model.head_width}; use an even --kv-channels."
@@ -145,6 +159,10 @@ def _schedule_faults(run: RunConfig) -> Iterator[str]:
             f"{along}; raise it to 2 or more, or use --domino-pair micro-batches."
         )
     yield from _recompute_faults(run)
+    if schedule.use_distributed_optimizer and schedule.sharding == "no_shard":
+        yield "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard; leave one out."
+    if schedule.overlap_param_gather and schedule.sharding == "no_shard":
+        yield "--overlap-param-gather gathers what --use-distributed-optimizer updates by shares; give that too, or leave it out."
 
 
 def _row_faults(run: RunConfig, rows: int, along: str) -> Iterator[str]:
@@ -175,11 +193,67 @@ def _recompute_faults(run: RunConfig) -> Iterator[str]:
         yield f"--recompute-method block needs --recompute-num-layers from 1 to {layers}, the number of layers."
 
 
+def _kernel_faults(run: RunConfig) -> Iterator[str]:
+    """Groups that are not there, and steps that cannot be captured."""
+    kernels = run.kernels
+    unknown = [name for name in kernels.high_priority_stream_groups if name not in ("tp", "dp")]
+    if unknown:
+        yield f"--high-priority-stream-groups {' '.join(unknown)}: there are the groups tp and dp."
+    if kernels.cuda_graph and run.schedule.domino_pair == "micro-batches":
+        yield (
+            "--cuda-graph replays one micro-batch after the other, but --domino-pair micro-batches interleaves two; "
+            "leave one out, or use --domino-pair row-groups."
+        )
+    if kernels.cuda_graph and run.schedule.sharding == "optim_grads":
+        yield (
+            "--cuda-graph reads gradients where they were when it captured, but --data-parallel-sharding-strategy optim_grads "
+            "gives their memory back; use optim."
+        )
+    if kernels.cuda_graph and run.schedule.overlap_param_gather:
+        yield "--cuda-graph captures a step to its end, but --overlap-param-gather lets it reach into the next; leave one out."
+    if kernels.cuda_graph and kernels.cuda_graph_warmup_steps < 1:
+        yield f"--cuda-graph-warmup-steps {kernels.cuda_graph_warmup_steps}: at least one step must run before a capture."
+
+
+def _precision_faults(run: RunConfig) -> Iterator[str]:
+    """Two formats at once, a loss scale that nothing needs, and formats that lose what they should keep."""
+    precision = run.precision
+    if precision.bf16 and precision.fp16:
+        yield "--bf16 and --fp16 are both given; leave one out."
+    if precision.loss_scale is not None and not (precision.bf16 or precision.fp16):
+        yield f"--loss-scale {precision.loss_scale:g} has nothing to keep in range in fp32; leave it out, or give --fp16."
+    if precision.dynamic_loss_scale and precision.min_loss_scale > precision.initial_loss_scale:
+        yield f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale {precision.initial_loss_scale:g}; lower it."
+    if precision.gradient_dtype == "bfloat16" and not precision.bf16:
+        asked = "--grad-reduce-in-bf16" if precision.grad_reduce_in_bf16 else "--main-grads-dtype bf16"
+        yield f"{asked} belongs to --bf16; give that, or leave it out."
+    if precision.main_params_dtype != "fp32":
+        yield (
+            f"--main-params-dtype {precision.main_params_dtype}: a weight of 11 bits takes no update below 1/2048 of it, which is most of them; "
+            "leave it out."
+        )
+    for name, beta in (("exp_avg", run.optimizer.adam_beta1), ("exp_avg_sq", run.optimizer.adam_beta2)):
+        yield from _moment_faults(f"{name}_dtype", getattr(precision, f"{name}_dtype"), f"adam_beta{1 + (name != 'exp_avg')}", beta)
+
+
+def _moment_faults(name: str, kind: str, beta_name: str, beta: float) -> Iterator[str]:
+    """Formats of optimizer moments that gradients vanish in, or that stand still."""
+    if kind in ("fp16", "fp8"):
+        least = "6e-8" if kind == "fp16" else "1e-5"
+        yield f"{_flag(name)} {kind} holds nothing below {least}, where moments of clipped gradients lie; use bf16 or fp32."
+    elif kind == "bf16" and 1 - beta < MOMENT_STEP:
+        yield (
+            f"{_flag(name)} bf16 keeps 8 bits, but {_flag(beta_name)} {beta:g} moves a moment by {1 - beta:.2g} of it a step, "
+            f"which rounding swallows; use fp32, or a {_flag(beta_name)} of at most {1 - MOMENT_STEP:g}."
+        )
+
+
 def _data_faults(run: RunConfig) -> Iterator[str]:
     """Data that is not named or named twice, tokenizers without their files."""
     try:
         sources = sources_of(run.data)
-        parse_split(sources.split)
+        if parse_split(sources.split)[0] == 0 and not sources.per_split:
+            yield f"--split {sources.split} leaves nothing to train on; its first number must be above 0."
         if sources.per_split and "train" not in sources.per_split:
             yield "the paths of single splits leave out training: give --train-data-path too."
     except DatasetError as error:
@@ -187,6 +261,9 @@ def _data_faults(run: RunConfig) -> Iterator[str]:
     if not run.data.data_sharding and run.data.dataloader_type != "cyclic":
         yield "--no-data-sharding says how --dataloader-type cyclic deals samples out; give that too, or leave it out."
     kind = run.tokenizer.tokenizer_type
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(run.tokenizer, name) is not None]
+    if kind is None and files:
+        yield f"{_flag(files[0])} {getattr(run.tokenizer, files[0])} is read by no tokenizer: give --tokenizer-type, or leave it out."
     if kind is None and run.model.vocab_size is None:
         yield "the vocabulary size is unknown: give --tokenizer-type with its files, or --vocab-size."
     if kind is None:
@@ -276,9 +353,14 @@ def _checkpoint_faults(run: RunConfig) -> Iterator[str]:
     checkpoint = run.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield f"--save-interval {checkpoint.save_interval} has no folder to save in: give --save."
-    for name in ("exit_on_missing_checkpoint", "finetune", "no_load_optim", "override_opt_param_scheduler"):
+    if checkpoint.no_save_optim and checkpoint.save is None:
+        yield "--no-save-optim says how to save, but nothing is saved: give --save, or leave it out."
+    schedules = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    for name in ("exit_on_missing_checkpoint", "finetune", "no_load_optim", "ckpt_step", *schedules):
         if getattr(checkpoint, name) and checkpoint.load is None:
             yield f"{_flag(name)} says how to load, but nothing is loaded: give --load, or leave it out."
+    if all(getattr(checkpoint, name) for name in schedules):
+        yield f"{' and '.join(map(_flag, schedules))} take the learning rate from either side; leave one out."
 
 
 def _flag(name: str) -> str:

@@ -9,7 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from domino_lm.checkpoint_config import CheckpointConfig
 from domino_lm.data_config import DataConfig, TokenizerConfig
+from domino_lm.kernel_config import KernelConfig
+from domino_lm.precision_config import PrecisionConfig
+
+Sharding = Literal["no_shard", "optim", "optim_grads"]
+"""What data-parallel ranks share out: nothing, the optimizer's state, or the state and the gradients."""
 
 
 class ConfigError(ValueError):
@@ -52,6 +58,12 @@ class ModelConfig:
 
     rotary_base: float = 10000.0
     """Base of RoPE's frequencies."""
+
+    use_rope_scaling: bool = False
+    """Slow RoPE's low frequencies down as Llama 3.1 does, for samples longer than the 8192 tokens that the model began with."""
+
+    rope_scaling_factor: float = 8.0
+    """By how much --use-rope-scaling slows the lowest frequencies down; Llama 3.1 takes 8, Llama 3.2 takes 32."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """LayerNorm or RMSNorm."""
@@ -175,8 +187,22 @@ class ScheduleConfig:
     overlap_grad_reduce: bool = True
     """Start the data-parallel reduction of a gradient bucket as soon as its last gradient is written; --no-overlap-grad-reduce reduces all of them after backward."""
 
+    use_distributed_optimizer: bool = False
+    """Let each data-parallel rank keep the optimizer state of its share of the parameters and update that alone; gradients are reduce-scattered, updated parameters gathered (ZeRO-1)."""
+
+    data_parallel_sharding_strategy: Sharding | None = None
+    """What data-parallel ranks share out: no_shard nothing, optim the optimizer state, optim_grads gradients too (ZeRO-2: less memory, but a reduction every micro-batch); None takes optim under --use-distributed-optimizer, else no_shard."""
+
+    overlap_param_gather: bool = False
+    """Gather updated parameters behind the next step's forward, each bucket until it is needed; without, all of them before the step ends."""
+
     ddp_bucket_size: int | None = None
     """Parameters in one data-parallel bucket; None takes max(40 million, 1 million x data-parallel size)."""
+
+    @property
+    def sharding(self) -> Sharding:
+        """What data-parallel ranks share out, where there is more than one."""
+        return self.data_parallel_sharding_strategy or ("optim" if self.use_distributed_optimizer else "no_shard")
 
     def resolved(self, tensor_parallel: int) -> Literal["baseline", "domino"]:
         """The schedule that runs at this tensor-parallel size; one rank alone has nothing to hide."""
@@ -209,8 +235,8 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate at and after the end of the decay."""
 
-    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "cosine"
-    """Shape of the decay after the warm-up; WSD (warm-up, stable, decay) holds the peak and decays over its last --lr-wsd-decay-iters."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay after the warm-up, linear by default as in Megatron (presets take cosine); WSD (warm-up, stable, decay) holds the peak and decays over its last --lr-wsd-decay-iters."""
 
     lr_decay_iters: int | None = None
     """Iterations until the minimum is reached; None takes --train-iters."""
@@ -299,36 +325,20 @@ class TrainingConfig:
     """Steps between collections under --manual-gc; 0 collects only before evaluations and saving."""
 
     max_skipped_steps: int = 3
-    """Steps in a row whose loss or gradient is not finite that are skipped, on all ranks, before the run ends with an error; 0 ends it at the first."""
+    """Steps in a row whose loss or gradient is not finite that are skipped, on all ranks, before the run ends with an error; 0 ends it at the first. Overflows that lower the dynamic loss scale of --fp16 do not count."""
+
+    check_for_nan_in_loss_and_grad: bool | None = None
+    """End the run at the first loss or gradient that is not finite; --no-check-for-nan-in-loss-and-grad skips such steps without end. Neither: --max-skipped-steps."""
 
     seed: int = 1234
     """Seed of initial weights, dropout and data order."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """Saving and resuming."""
-
-    save: str | None = None
-    """Folder for checkpoints."""
-
-    load: str | None = None
-    """Folder to resume from; an empty or missing folder starts from scratch and says so."""
-
-    save_interval: int | None = None
-    """Steps between checkpoints; the last step is always saved when --save is given."""
-
-    exit_on_missing_checkpoint: bool = False
-    """End with an error when --load holds no checkpoint, instead of starting from scratch."""
-
-    finetune: bool = False
-    """Start a new run from the weights of --load: iteration, optimizer, learning-rate schedule and data begin anew."""
-
-    no_load_optim: bool = False
-    """Load weights alone; optimizer, schedule and iteration start anew."""
-
-    override_opt_param_scheduler: bool = False
-    """Resume with the learning-rate flags of this command where the checkpoint's differ; without it a difference is refused."""
+    @property
+    def most_skipped_steps(self) -> float:
+        """Steps in a row that are not finite and do not end the run."""
+        if self.check_for_nan_in_loss_and_grad is None:
+            return self.max_skipped_steps
+        return 0 if self.check_for_nan_in_loss_and_grad else float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +370,7 @@ class LoggingConfig:
     """Write every step and evaluation here, a JSON object a line; a resumed run goes on in it."""
 
     peak_tflops: float | None = None
-    """Dense fp32 peak of one device in TFLOP/s, which MFU is taken of; None takes that of known GPUs, and elsewhere MFU is n/a."""
+    """Dense peak of one device in TFLOP/s, in the run's precision, which MFU is taken of; None takes that of known GPUs, and elsewhere MFU is n/a."""
 
     wandb_project: str | None = None
     """Weights & Biases project to log to; needs the package wandb."""
@@ -385,6 +395,8 @@ class RunConfig:
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig

@@ -45,7 +45,7 @@ class TokenizerConfig:
     """End of document of NullTokenizer; None takes the last id."""
 
     null_tokenizer_pad_id: int | None = None
-    """Padding id of NullTokenizer; None takes -1."""
+    """Padding id of NullTokenizer; None takes -1. Samples are filled up without an id, so it changes nothing."""
 
     null_tokenizer_extra_eod: bool = False
     """Put NullTokenizer's end of document behind --vocab-size, as megatron-core 0.16 does; later versions take the last id."""

@@ -1,9 +1,13 @@
 """Named models: `--preset NAME` stands for the flags below it, and an explicit flag wins over its preset.
 
-A preset names no vocabulary, which is the tokenizer's. Nothing is dropped in any of them.
+A preset names no vocabulary, which is the tokenizer's. Nothing is dropped in any of them, and the learning rate falls along a
+cosine, as it did in the published runs.
 """
 
 from __future__ import annotations
+
+BESIDE_THE_MODEL: dict[str, object] = {"lr_decay_style": "cosine"}
+"""What every preset stands for that is no part of its model."""
 
 _GPT: dict[str, object] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 _LLAMA: dict[str, object] = {

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from domino_lm.arguments import Command, parse_command, settings
@@ -19,7 +20,8 @@ from domino_lm.data.indices import DatasetError
 from domino_lm.data.loader import LoaderError
 from domino_lm.data.splits import sources_of
 from domino_lm.data.tokenizer import Tokenizer, TokenizerError, build_tokenizer
-from domino_lm.summary import RunSummary, changed_settings
+from domino_lm.file_checks import check_files, file_faults
+from domino_lm.summary import RunSummary, changed_settings, foreseen_schedule
 
 if TYPE_CHECKING:
     from domino_lm.parallel.collectives import Communicator
@@ -34,19 +36,43 @@ EXIT_WRONG_SETTINGS = 2
 EXIT_FAILED_RUN = 1
 SECONDS_FOR_RANK_0 = 1.0
 """How long other ranks wait before they leave: torchrun ends all ranks when the first one is gone, and rank 0 has to speak."""
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Where it is there, a dry run speaks of GPUs without asking torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code. Rank 0 alone prints, each error once."""
     try:
-        command = parse_command(sys.argv[1:] if argv is None else argv)
+        command = parse_command(sys.argv[1:] if argv is None else argv, model_of_checkpoint)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         check_run(command.run, world_size)
         if command.dry_run:
             return dry_run(command, world_size)
+        try:
+            check_files(command.run)
+        except ConfigError as error:  # nodes may hold other files: the first rank of each that misses one says so
+            return _fail(error, EXIT_WRONG_SETTINGS, alone=os.environ.get("LOCAL_RANK") == "0")
+        if command.run.tokenizer.tokenizer_type and command.run.model.vocab_size is not None:
+            with_vocabulary(command.run, build_tokenizer(command.run.tokenizer, command.run.model.vocab_size))
     except WRONG_SETTINGS as error:
         return _fail(error, EXIT_WRONG_SETTINGS)
+    if command.from_checkpoint and int(os.environ.get("RANK", "0")) == 0:
+        print(f"taken from the checkpoint in {command.run.checkpoint.load}: {', '.join(command.from_checkpoint)}", flush=True)
     return train(command.run, command.ignored)
+
+
+def model_of_checkpoint(folder: str, iteration: int | None) -> dict[str, object] | None:
+    """Settings of the model that a checkpoint of any kind holds, as --use-checkpoint-args takes them over; None where there is none.
+
+    Raises ConfigError where it does not say what its model is.
+    """
+    from domino_lm.training.resume import settings_of_model
+    from domino_lm.training.stored_metadata import CheckpointError
+
+    try:
+        return settings_of_model(folder, iteration)
+    except CheckpointError as error:
+        raise ConfigError(f"--use-checkpoint-args: {error}") from error
 
 
 def dry_run(command: Command, world_size: int) -> int:
@@ -56,9 +82,14 @@ def dry_run(command: Command, world_size: int) -> int:
     run = command.run
     tokenizer = build_tokenizer(run.tokenizer, run.model.vocab_size) if run.tokenizer.tokenizer_type else None
     run = with_vocabulary(run, tokenizer)
-    device = {"nccl": "cuda", "gloo": "cpu"}.get(run.parallel.distributed_backend or "", "cpu")
+    backend = run.parallel.distributed_backend or ("nccl" if NVIDIA_DRIVER.exists() else "gloo")
+    device = {"nccl": "cuda", "gloo": "cpu"}[backend]
     print(config_text(run, settings()))
-    print(RunSummary(run, world_size, device, str(sources_of(run.data)), command.ignored))
+    foreseen, candidates = foreseen_schedule(run, world_size)
+    print(RunSummary(foreseen, world_size, device, str(sources_of(run.data)), command.ignored))
+    for line in [candidates, *(f"missing   {fault}" for fault in file_faults(command.run))]:
+        if line:
+            print(line)
     print("dry run: nothing was started and nothing written")
     return 0
 
@@ -73,7 +104,7 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
 
     warnings.showwarning = show_warning
     try:
-        joined = ParallelMesh.create(run.parallel)
+        joined = ParallelMesh.create(run.parallel, kernels=run.kernels)
     except (torch.distributed.DistError, ValueError) as error:
         world, minutes = os.environ.get("WORLD_SIZE", "1"), run.parallel.distributed_timeout_minutes
         reason = ConfigError(
@@ -99,6 +130,8 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
 
 def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = ()) -> Trainer:
     """Tokenizer, data, model and trainer, resumed where ``--load`` says so; rank 0 prints what was built."""
+    from domino_lm.model.backends import choose_kernels, install_kernels
+    from domino_lm.model.parameter import dtype_of
     from domino_lm.model.stack import build_stack
     from domino_lm.training.schedule_choice import settle_schedule
     from domino_lm.training.trainer import Trainer
@@ -108,7 +141,9 @@ def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (
         together(mesh.world, lambda: require_writable(folder) if mesh.world.rank == 0 else None)
     run, data, tokenizer = build_data(run, mesh)
     run, candidates = settle_schedule(run, mesh)
-    stack = build_stack(run.model, mesh.tp, run.training.seed, device=mesh.device)
+    stack = build_stack(run.model, mesh.tp, run.training.seed, dtype_of(run.precision.params_dtype), mesh.device)
+    chosen = together(mesh.world, lambda: choose_kernels(run.kernels, mesh.device, stack.embedding.weight.dtype, run.model.hidden_size))
+    install_kernels(stack, chosen)
     trainer = Trainer(run, mesh, stack, data, tokenizer_identity=tokenizer.identity() if tokenizer else None)
     trainer.console("\n".join(filter(None, [summary(run, mesh, trainer, ignored), candidates])))
     trainer.load()
@@ -175,7 +210,8 @@ def summary(run: RunConfig, mesh: ParallelMesh, trainer: Trainer, ignored: Seque
     from domino_lm.training.watch import mfu_basis
 
     told = RunSummary(run, mesh.world.size, mesh.device.type, trainer.data.describe(), ignored)
-    return f"{told}\n{'speed':10}{mfu_basis(run, mesh.device)}\nsettings that are not at their defaults:\n{changed_settings(run)}"
+    kernels = trainer.stack.embedding.kernels.description
+    return f"{told}\n{'kernels':10}{kernels}\n{'speed':10}{mfu_basis(run, mesh.device)}\nsettings that are not at their defaults:\n{changed_settings(run)}"
 
 
 def _fail(error: Exception, code: int, alone: bool = False) -> int:

@@ -8,23 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
 from domino_lm.arguments import flat_values, settings
 from domino_lm.batch_schedule import BatchSchedule
 from domino_lm.checks import data_parallel_size
-from domino_lm.config import ModelConfig, RunConfig
-from domino_lm.schedule.costs import model_parts, shapes_of
+from domino_lm.config import ModelConfig, RunConfig, ScheduleConfig
+from domino_lm.file_checks import calibration
+from domino_lm.schedule.auto import choose
+from domino_lm.schedule.costs import model_parts
 from domino_lm.schedule.hardware import HARDWARE, Hardware
 from domino_lm.schedule.memory import Memory, memory_of
 from domino_lm.schedule.passes import step_templates
 from domino_lm.schedule.plan import cut
-from domino_lm.schedule.predict import Schedule, Setting
+from domino_lm.schedule.predict import Schedule, Setting, step_plan
 
 MIB = 2**20
+ASSUMED_MACHINE = "dgx-h100"
+"""Where --dry-run simulates --schedule auto without a calibration."""
+
+SHARES = ("use_distributed_optimizer", "data_parallel_sharding_strategy", "overlap_param_gather")
+DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 SHOWN_MICRO_BATCHES = 3
 """One step's memory is at its peak by then: later micro-batches repeat the earlier ones."""
-
-BYTES_OF_FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class RunSummary:
         """True parameters of the whole model, and what one rank holds of them, vocabulary padding included."""
         tp = self.run.parallel.tensor_model_parallel_size
         held = sum(part.parameters for part in model_parts(self.run.model, tp, _eager(self.device)))
-        return f"{parameter_count(self.run.model):,} parameters, {held:,} on each rank, float32 on {self.device}"
+        precision = self.run.precision.params_dtype
+        return f"{parameter_count(self.run.model):,} parameters, {held:,} on each rank, {precision} on {self.device}"
 
     def layout(self) -> str:
         """Ranks and how they share the work."""
@@ -117,11 +124,43 @@ def memory_estimate(run: RunConfig, world_size: int, device: str) -> Memory:
     config = replace(run.schedule, schedule=None) if run.schedule.schedule == "auto" else run.schedule
     if config.domino_wgrad_rows is None:
         config = replace(config, domino_wgrad_rows="together" if device == "cuda" else "each")
-    hardware = _eager(device)
+    precision = run.precision
+    hardware = _eager(device, precision.element_bytes)
     setting = Setting(model=run.model, hardware=hardware, tensor_parallel=tp, data_parallel=replicas, micro_batch_size=micro)
-    plan = Schedule(config).plan(setting)
+    plan, shapes = step_plan(setting, Schedule(config))
     count = min(SHOWN_MICRO_BATCHES, BatchSchedule.of(run, world_size).full // (micro * replicas))
-    return memory_of(chain.from_iterable(step_templates(plan, count)), shapes_of(run.model, plan, tp, hardware, micro))
+    return memory_of(
+        chain.from_iterable(step_templates(plan, count)),
+        shapes,
+        gradient_bytes=precision.gradient_bytes,
+        optimizer_bytes=precision.optimizer_bytes,
+    )
+
+
+def foreseen_schedule(run: RunConfig, world_size: int) -> tuple[RunConfig, str]:
+    """``run`` with the schedule that auto would take, and the table that says why; nothing is measured for it.
+
+    Simulates what ``--domino-calibration`` names or holds, else a machine that is known by its datasheet, and says so.
+    Raises ConfigError where nothing fits.
+    """
+    if run.schedule.schedule != "auto":
+        return run, ""
+    given, tp, replicas = run.schedule.domino_calibration, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
+    at_hand = given is not None and (not given.endswith(".json") or Path(given).exists())
+    hardware = replace(calibration(given if at_hand and given else ASSUMED_MACHINE), element_bytes=run.precision.element_bytes)
+    setting = Setting(
+        model=run.model,
+        hardware=hardware,
+        tensor_parallel=tp,
+        data_parallel=replicas,
+        micro_batch_size=run.training.micro_batch_size,
+        micro_batches=BatchSchedule.of(run, world_size).full // (run.training.micro_batch_size * replicas),
+    )
+    limit = hardware.device.memory_bytes / world_size if hardware.host_blocks else hardware.device.memory_bytes
+    choice = choose(setting, run.schedule, limit)
+    basis = f"as {given} says" if at_hand else f"assumed to be {ASSUMED_MACHINE}, since nothing is measured yet; the run itself decides"
+    told = f"what auto would choose on {hardware.name} ({basis}; activations of {hardware.element_bytes} bytes):\n{choice}"
+    return replace(run, schedule=choice.chosen.schedule), told
 
 
 def schedule_reason(run: RunConfig, tp_size: int) -> str:
@@ -150,6 +189,7 @@ def schedule_reason(run: RunConfig, tp_size: int) -> str:
 
 def switched_on(run: RunConfig, world_size: int) -> Iterator[str]:
     """What is not part of every run, one line each."""
+    yield from _formats(run)
     schedule, tp, replicas = run.schedule, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
     if schedule.sequence_parallel and tp > 1:
         yield "sequence parallelism: norms, residuals and dropout are cut over tensor-parallel ranks"
@@ -159,21 +199,46 @@ def switched_on(run: RunConfig, world_size: int) -> Iterator[str]:
         yield "weight gradients held back to fill waits"
     if replicas > 1:
         yield f"data-parallel reduction {'behind backward' if schedule.overlap_grad_reduce else 'after backward'}"
+        yield from _shared_out(schedule, replicas)
     if run.model.attention_dropout > 0:
         yield f"attention dropout {run.model.attention_dropout:g}: attention is spelled out, which is slower than the fused kernel"
     if run.data.reset_attention_mask:
         yield "attention ends at document ends: masks are materialised, which is slower"
 
 
+def _shared_out(schedule: ScheduleConfig, replicas: int) -> Iterator[str]:
+    """What data-parallel ranks keep shares of."""
+    if schedule.sharding != "no_shard":
+        what = "optimizer state" if schedule.sharding == "optim" else "optimizer state and gradients (reduced every micro-batch)"
+        gathers = "behind the next step's forward" if schedule.overlap_param_gather else "before the step ends"
+        yield f"distributed optimizer: each of {replicas} replicas keeps a share of {what}; updated parameters are gathered {gathers}"
+
+
+def _formats(run: RunConfig) -> Iterator[str]:
+    """Number formats that are not fp32 throughout."""
+    precision = run.precision
+    if precision.element_bytes < 4:
+        kept = f"gradients in {precision.gradient_dtype}, master weights in float32"
+        yield f"{precision.params_dtype}: weights, activations and tensor-parallel collectives; {kept}"
+    if precision.dynamic_loss_scale:
+        yield f"dynamic loss scale from {precision.initial_loss_scale:g}: the first steps are skipped until gradients fit"
+    elif precision.loss_scale is not None:
+        yield f"constant loss scale {precision.loss_scale:g}"
+    if (precision.exp_avg_dtype, precision.exp_avg_sq_dtype) != ("fp32", "fp32"):
+        yield f"optimizer moments kept in {precision.exp_avg_dtype} and {precision.exp_avg_sq_dtype}"
+
+
 def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that differ from their defaults and change nothing in this run, with the reason."""
     model, tp, replicas = run.model, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
     rope, constant = model.position_embedding_type == "rope", run.optimizer.lr_decay_style == "constant"
+    dynamic, checked = run.precision.dynamic_loss_scale, run.training.check_for_nan_in_loss_and_grad
     idle = {
         "sequence_parallel": (tp == 1, "one tensor-parallel rank has nobody to share with"),
         "domino_pair": (tp == 1, "one tensor-parallel rank has no all-reduce to hide"),
         "ddp_bucket_size": (replicas == 1, "a single replica reduces nothing"),
         "overlap_grad_reduce": (replicas == 1, "a single replica reduces nothing"),
+        **dict.fromkeys(SHARES, (replicas == 1, "a single replica has nobody to share with")),
         "rotary_base": (not rope, "positions are learned"),
         "max_position_embeddings": (rope, "RoPE has no table of positions"),
         "bias_gelu_fusion": (model.swiglu, "--swiglu has no GELU"),
@@ -183,7 +248,13 @@ def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
         "eval_iters": (not run.training.eval_interval, "--eval-interval 0 evaluates nothing"),
         "timeline_iteration": (run.logging.timeline is None, "--timeline names no file"),
         "tensorboard_log_interval": (run.logging.tensorboard_dir is None, "--tensorboard-dir names no folder"),
+        "wandb_exp_name": (run.logging.wandb_project is None, "--wandb-project names no project"),
+        "wandb_save_dir": (run.logging.wandb_project is None, "--wandb-project names no project"),
+        "full_validation": (not run.training.eval_interval, "--eval-interval 0 evaluates nothing"),
+        "multiple_validation_sets": (not run.training.eval_interval, "--eval-interval 0 evaluates nothing"),
         "distributed_timeout_minutes": (world_size == 1, "one rank waits for nobody"),
+        **dict.fromkeys(DYNAMIC_LOSS_SCALE, (not dynamic, "no loss scale is dynamic")),
+        "max_skipped_steps": (checked is not None, f"--{'' if checked else 'no-'}check-for-nan-in-loss-and-grad says what happens"),
     }
     values, defaults = flat_values(run), {item.name: item.default for item in settings()}
     for name, (nothing, why) in idle.items():
@@ -201,9 +272,9 @@ def changed_settings(run: RunConfig) -> str:
     return "\n".join(f"{part:11}{', '.join(texts)}" for part, texts in lines.items())
 
 
-def _eager(device: str) -> Hardware:
-    """A machine that computes in fp32 with PyTorch's own kernels, which is all that shapes and memory ask of it."""
-    return replace(HARDWARE["dgx-h100"], name=device, element_bytes=BYTES_OF_FP32, fused=False)
+def _eager(device: str, element_bytes: int = 4) -> Hardware:
+    """A machine that computes with PyTorch's own kernels, which is all that shapes and memory ask of it."""
+    return replace(HARDWARE["dgx-h100"], name=device, element_bytes=element_bytes, fused=False)
 
 
 def _size(size_bytes: float) -> str:

@@ -74,7 +74,6 @@ def config_of(flags: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size
         sequence_length=flags.seq_length,
         seed=flags.seed,
         eod=tokenizer.eod if tokenizer else None,
-        pad=tokenizer.pad if tokenizer else None,
         vocab_size=tokenizer.vocab_size if tokenizer else vocab_size,
         reset_position_ids=flags.reset_position_ids,
         reset_attention_mask=flags.reset_attention_mask,

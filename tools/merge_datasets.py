@@ -31,6 +31,8 @@ def main() -> None:
         merged = merge(prefixes, flags.output_prefix, flags.multimodal)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; no output was written")
     print(f"{merged.prefix}.bin and .idx: {merged.num_documents} documents, {merged.num_tokens} tokens of {len(prefixes)} pairs")
 
 

@@ -6,12 +6,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from domino_lm.training.run_curves import PANELS, RunCurves, RunCurvesError, read_run
+from domino_lm.training.run_curves import PANELS, VALIDATION, RunCurves, RunCurvesError, read_run
+
+MARKERS = "os^Dvp"
+"""Of the validation sets, in turn."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,7 +83,7 @@ def draw(runs: Sequence[RunCurves], names: Sequence[str], along: str, path: Path
 
 
 def _panel(axes: Any, run: RunCurves, name: str, quantity: str, along: str, colour: str) -> None:
-    """One quantity of one run; the loss with the evaluations as dots, throughput with its noise behind a running median."""
+    """One quantity of one run of ``colour`` (C0, C1, ...); the loss with each validation set as dots, throughput with its noise behind a running median."""
     points = run.points(quantity, along)
     x, y = [x for x, _ in points], [y for _, y in points]
     if quantity == "tokens_per_s" and len(y) > 20:
@@ -88,9 +92,14 @@ def _panel(axes: Any, run: RunCurves, name: str, quantity: str, along: str, colo
     else:
         axes.plot(x, y, color=colour, label=name, linewidth=1.2)
     if quantity == "lm_loss":
-        evaluated = run.points("validation_loss", along)
-        if evaluated:
-            axes.plot(*zip(*evaluated, strict=True), "o", color=colour, markersize=5, markeredgecolor="black", label=f"{name}, validation")
+        for evaluated, marker in zip(run.evaluations, cycle(MARKERS)):
+            label = f"{name}, validation{evaluated.removeprefix(VALIDATION).replace('-', ' set ')}"
+            dots = zip(*run.points(evaluated, along), strict=True)
+            axes.plot(*dots, marker, color=colour, markersize=5, markeredgecolor="black", label=label)
+    for number, at in enumerate(run.resumed_at(along)):
+        axes.axvline(
+            at, color=colour, linestyle=(2 * int(colour[1:]), (2, 2)), linewidth=1.2, label=None if number else f"{name}, started again"
+        )
 
 
 def running_median(values: Sequence[float], width: int = 11) -> list[float]:

@@ -81,6 +81,8 @@ def print_summary(summary: Summary, config: PreprocessConfig) -> None:
         print(f"{summary.blank_lines} blank lines skipped, the first is {summary.first_blank_line}")
     if summary.skipped:
         print(f"{summary.skipped} bad lines skipped: their documents are not in the output")
+    if summary.replaced:
+        print(f"{summary.replaced} lines had characters replaced by U+FFFD")
     for key, tokens in summary.tokens.items():
         print(
             f"{config.prefix(key)}.bin and .idx: {tokens} tokens, {summary.empty[key]} empty documents, longest document {summary.longest[key]} tokens"
@@ -104,6 +106,7 @@ def stop_on_sigterm() -> None:
 
 def main() -> None:
     config, as_json = parse_arguments()
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names of files may be no text
     stop_on_sigterm()
     try:
         summary = preprocess(config, sys.stderr)
@@ -111,6 +114,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; no output was written")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # at the end of the interpreter nobody handles its signal
     if as_json:
         print(json.dumps(dataclasses.asdict(summary) | {"outputs": {key: config.prefix(key) for key in config.json_keys}}))
     else:

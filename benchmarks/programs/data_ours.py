@@ -2,12 +2,14 @@
 
 python data_ours.py index PREFIX EPOCHS
 python data_ours.py loader PREFIX WORKERS
+python data_ours.py preprocess FLAGS OF tools/preprocess_data.py
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -68,6 +70,17 @@ def loader(prefix: str, workers: int) -> dict[str, Any]:
     return {"samples_per_s": MICRO_BATCH / batch_s, "wait_ms_per_step": waited_ms, "batch_ms": batch_s * 1e3}
 
 
+def preprocess(flags: list[str]) -> dict[str, Any]:
+    """Memory of the tool at its peak."""
+    tool = str(Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py")
+    sys.argv = [tool, *flags]
+    runpy.run_path(tool, run_name="__main__")
+    return {"peak_mb": peak_mb()}
+
+
 if __name__ == "__main__":
-    program = {"index": index, "loader": loader}[sys.argv[1]]
-    print(json.dumps(program(sys.argv[2], int(sys.argv[3]))))
+    if sys.argv[1] == "preprocess":
+        print(json.dumps(preprocess(sys.argv[2:])))
+    else:
+        program = {"index": index, "loader": loader}[sys.argv[1]]
+        print(json.dumps(program(sys.argv[2], int(sys.argv[3]))))

@@ -19,10 +19,11 @@ from domino_lm.parallel.collectives import Communicator, Pending
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.auto import choose
 from domino_lm.schedule.calibrate import calibrate
-from domino_lm.schedule.executor import Executor, Recorder
+from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.passes import serialize
 from domino_lm.schedule.predict import Setting
 from domino_lm.schedule.prepare import prepare_plan
+from domino_lm.schedule.recorder import Recorder
 from domino_lm.schedule.timeline import Timeline
 
 

@@ -22,7 +22,17 @@ from domino_lm.training.checkpoint_folder import BACKEND_FILE, STATE_FILE
 from domino_lm.training.checkpoint_source import FORMAT_VERSION, WORD_EMBEDDINGS, prefix_of, read_megatron_record, read_native_record
 from domino_lm.training.megatron_distributed import COMMON_FILE, MASTER_PREFIX, read_common
 from domino_lm.training.megatron_legacy import Role
-from domino_lm.training.megatron_state import CHECKPOINT_VERSION, megatron_args, param_groups, plain, read_model, scheduler_state
+from domino_lm.training.megatron_state import (
+    CHECKPOINT_VERSION,
+    grad_scaler_state,
+    megatron_args,
+    param_groups,
+    plain,
+    read_model,
+    rng_state,
+    scheduler_state,
+    seed_of,
+)
 from domino_lm.training.publishing import sync_file, write_synced
 from domino_lm.training.sharded_tensors import OPTIMIZER_PREFIX, Block, blocks_of, plan_reads, read_blocks, write_blocks
 from domino_lm.training.stored_metadata import CheckpointError, read_metadata
@@ -104,6 +114,8 @@ def write_torch_dist(stored: StoredModel, folder: Path, tensor_parallel: int) ->
     empty = _saved([None])  # what Megatron keeps of a linear layer without fp8
     layers = stored.model.num_layers
     objects = {f"decoder.layers.{name}._extra_state/shard_{i}_{layers}": empty for name in PARALLEL_LINEARS for i in range(layers)}
+    for rank in range(tensor_parallel):
+        objects[f"rng_state/shard_0.{rank}_1.{tensor_parallel}"] = _saved([rng_state(seed_of(stored.state), rank)])
     _write_tensors(stored, folder, rows, objects)
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     write_synced(folder / BACKEND_FILE, json.dumps(backend).encode())
@@ -123,6 +135,9 @@ def _common_state(stored: StoredModel, tensor_parallel: int, rows: int) -> dict[
         steps = torch.tensor(float(stored.optimizer_steps))
         optimizer: dict[str, Any] = {"state": {"common_step": steps}, "param_groups": param_groups(stored.state)}
         common["optimizer"] = optimizer if stored.dtype.itemsize >= 4 else {"optimizer": optimizer}
+        scaler = grad_scaler_state(stored.state)
+        if stored.dtype == torch.float16 and scaler is not None:
+            common["optimizer"]["grad_scaler"] = scaler
         scheduler = scheduler_state(stored.state)
         if scheduler is not None:
             common["opt_param_scheduler"] = scheduler

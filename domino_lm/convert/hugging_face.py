@@ -109,7 +109,8 @@ def _config(stored: StoredModel, settings: dict[str, Any]) -> dict[str, Any]:
     if kept.get("model_type") == "mistral":
         settings = {**settings, "architectures": kept.get("architectures"), "model_type": "mistral"}
     if "rope_parameters" in kept:
-        settings["rope_parameters"] = {**kept["rope_parameters"], "rope_theta": settings.pop("rope_theta")}
+        scaling = settings.pop("rope_scaling", {})
+        settings["rope_parameters"] = {**kept["rope_parameters"], **scaling, "rope_theta": settings.pop("rope_theta")}
     if settings.get("activation_function") == "gelu_new" and kept.get("activation_function", "gelu") != "gelu":
         settings["activation_function"] = kept["activation_function"]
     dtype = str(stored.dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from domino_lm.config import ModelConfig
+from domino_lm.model.rope import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
 from domino_lm.training.stored_metadata import CheckpointError
 
 Get = Callable[[str], Tensor]
@@ -146,6 +147,7 @@ class Llama(Layout):
             "hidden_act": "silu",
             "rms_norm_eps": model.norm_epsilon,
             "rope_theta": model.rotary_base,
+            **({"rope_scaling": _llama3_scaling(model.rope_scaling_factor)} if model.use_rope_scaling else {}),
             "attention_bias": model.add_bias_linear,
             "mlp_bias": model.add_bias_linear,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
@@ -266,7 +268,7 @@ def _read_llama(config: Mapping[str, Any], where: str) -> ModelConfig:
         kv_channels=None if head_width in (None, config["hidden_size"] // heads) else head_width,
         seq_length=config["max_position_embeddings"],
         position_embedding_type="rope",
-        rotary_base=_rope_theta(config, where),
+        **_rotary(config, where),
         normalization="RMSNorm",
         norm_epsilon=config.get("rms_norm_eps", 1e-6),
         swiglu=True,
@@ -279,13 +281,32 @@ def _read_llama(config: Mapping[str, Any], where: str) -> ModelConfig:
     )
 
 
-def _rope_theta(config: Mapping[str, Any], where: str) -> float:
-    """Base of the frequencies, in the newer or the older place; scaled frequencies are refused."""
+def _rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Base and scaling of the frequencies, in the newer or the older place; scaled otherwise than Llama 3.1's they are refused."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise CheckpointError(f"{where}: rotary positions scaled by {kind!r} are not in this program; only the default ones are")
-    return float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    base = {"rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))}
+    if kind == "default":
+        return base
+    if kind != "llama3":
+        raise CheckpointError(f"{where}: rotary positions scaled by {kind!r} are not in this program; those of llama3 are")
+    expected = _llama3_scaling(rope["factor"])
+    foreign = [f"{name} {rope.get(name)}" for name in expected if rope.get(name) != expected[name]]
+    foreign = [text for text in foreign if not text.startswith("rope_type ")]
+    if foreign:
+        raise CheckpointError(f"{where}: rotary positions scaled with {', '.join(foreign)}; only {expected} is computed here")
+    return {**base, "use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def _llama3_scaling(factor: float) -> dict[str, Any]:
+    """What a ``config.json`` says of frequencies scaled as Llama 3.1's are."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": LOW_FREQUENCY_FACTOR,
+        "high_freq_factor": HIGH_FREQUENCY_FACTOR,
+        "original_max_position_embeddings": ORIGINAL_LENGTH,
+    }
 
 
 def _refuse(config: Mapping[str, Any], where: str, neutral: Mapping[str, Any]) -> None:

@@ -18,7 +18,16 @@ from domino_lm.model.parameter import ParameterSpec
 from domino_lm.training.checkpoint_folder import LEGACY_FILE
 from domino_lm.training.checkpoint_source import record_of_megatron
 from domino_lm.training.megatron_legacy import LegacyCheckpoint, Role
-from domino_lm.training.megatron_state import CHECKPOINT_VERSION, megatron_args, param_groups, read_model, scheduler_state
+from domino_lm.training.megatron_state import (
+    CHECKPOINT_VERSION,
+    grad_scaler_state,
+    megatron_args,
+    param_groups,
+    read_model,
+    rng_state,
+    scheduler_state,
+    seed_of,
+)
 from domino_lm.training.publishing import sync_file, sync_folder
 
 ShardOf = Callable[[ParameterSpec, Role, torch.dtype], Tensor]
@@ -74,6 +83,7 @@ def _rank_file(stored: StoredModel, specs: Sequence[ParameterSpec], rank: int, t
         scheduler = scheduler_state(stored.state)
         if scheduler is not None:
             content["opt_param_scheduler"] = scheduler
+    content["rng_state"] = rng_state(seed_of(stored.state), rank)
     content["num_floating_point_operations_so_far"] = 0
     return content
 
@@ -110,7 +120,8 @@ def _optimizer_part(stored: StoredModel, specs: Sequence[ParameterSpec], shard: 
     if stored.dtype.itemsize >= 4:
         return optimizer
     copies = [[shard(spec, "weight", torch.float32) for spec in group] for group in grouped]
-    return {"optimizer": optimizer, "fp32_from_fp16_params": copies}
+    scaler = grad_scaler_state(stored.state) if stored.dtype == torch.float16 else None
+    return {"optimizer": optimizer, "fp32_from_fp16_params": copies} | ({"grad_scaler": scaler} if scaler is not None else {})
 
 
 def decays(spec: ParameterSpec) -> bool:

@@ -205,7 +205,7 @@ class BlendedDataset:
 
         if cache_path is None:
             return build()
-        shapes: dict[str, tuple[int, ...] | None] = {"dataset_index": (self._length,), "dataset_sample_index": (self._length,)}
+        shapes: dict[str, tuple[int, ...]] = {"dataset_index": (self._length,), "dataset_sample_index": (self._length,)}
         sources, numbers = IndexCache(Path(cache_path), f"{self.split}-blend", self.identity(), shapes).load_or_build(build)
         return sources, numbers
 

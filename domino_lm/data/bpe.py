@@ -16,8 +16,8 @@ from domino_lm.data.tokenizer import Ids, Lengths, TokenizerError, encode_pieces
 
 END_OF_TEXT = "<|endoftext|>"
 NOWHERE = re.compile("(?!)")
-BETWEEN_LATIN_WORDS = re.compile("(?<=[A-Za-z])(?= [A-Za-z])")
-"""GPT-2's rule for words ends one here whatever follows."""
+BETWEEN_WORDS = re.compile(r"(?<=\S)(?=[ \n]\S)")
+"""By GPT-2's rule a word ends before a single space or newline, whatever stands around the two."""
 NO_TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}]}
 
 
@@ -53,9 +53,8 @@ class _Backed:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        if self._fast is not None:
-            return self._fast.encode_batch(texts)
-        return encode_pieces(self._encode_slowly, texts, self._border)
+        encode = self._encode_slowly if self._fast is None else self._fast.encode_batch
+        return encode_pieces(encode, texts, self._border)
 
     def _encode_slowly(self, texts: list[str]) -> tuple[Ids, Lengths]:
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=self._include_special)
@@ -73,7 +72,7 @@ class GPT2BPETokenizer(_Backed):
     document.
     """
 
-    _border = BETWEEN_LATIN_WORDS
+    _border = BETWEEN_WORDS
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         self._files = {"vocab_file": vocab_file, "merge_file": merge_file}
@@ -120,6 +119,8 @@ class HuggingFaceTokenizer(_Backed):
         self._include_special = include_special
         template = description.get("post_processor")
         adds_nothing = template is None or template.get("type") == "ByteLevel" or template.get("single") == NO_TEMPLATE["single"]
+        if adds_nothing or not include_special:
+            self._border = _border_of(description)
         special = [token["content"] for token in description["added_tokens"] if _splits_cleanly(token)]
         fast = None
         if special and (adds_nothing or not include_special) and _is_byte_level(description):
@@ -182,6 +183,13 @@ def _splits_cleanly(token: dict[str, Any]) -> bool:
 def _is_gpt2s(splitter: dict[str, Any]) -> bool:
     """Whether text is cut into words by GPT-2's own rule, which gigatoken is tested on."""
     return splitter.get("type") == "ByteLevel" and bool(splitter.get("use_regex", True))
+
+
+def _border_of(description: dict[str, Any]) -> re.Pattern[str]:
+    """Where the tokenizer of a tokenizer.json starts afresh; tokens that hold or eat white space could reach over a border."""
+    reach_over = any(token.get("rstrip") or re.search(r"\s", token["content"]) for token in description["added_tokens"])
+    plain = _is_byte_level(description) and _is_gpt2s(description["pre_tokenizer"])
+    return BETWEEN_WORDS if plain and not reach_over else NOWHERE
 
 
 def _is_byte_level(description: dict[str, Any]) -> bool:

@@ -20,6 +20,8 @@ OnError = Literal["stop", "skip", "replace"]
 """What a bad line does: ends the run, is counted and left out, or, where single characters are bad, has them replaced."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+FORMS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
+"""First bytes of files that are no text, and the ending by which they are known."""
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -34,7 +36,10 @@ class EncodedKey(NamedTuple):
 
 
 class EncodedBlock(NamedTuple):
-    """What came of one block. ``faults`` are the messages of the first lines that were skipped, ``skipped`` counts all."""
+    """What came of one block. ``faults`` are the messages of the first lines that were skipped, ``skipped`` counts all.
+
+    ``replaced`` counts the lines in which characters that are none were replaced.
+    """
 
     keys: list[EncodedKey]
     documents: int
@@ -45,6 +50,7 @@ class EncodedBlock(NamedTuple):
     path: str
     skipped: int
     faults: list[str]
+    replaced: int
 
 
 class _Documents:
@@ -81,8 +87,25 @@ class Encoder:
     splitter: SentenceSplitter | None = None
 
     def __call__(self, block: Block) -> EncodedBlock:
-        """Raises PreprocessError at the first bad line, unless bad lines are skipped."""
-        faults = _Faults(self.on_error)
+        """Raises PreprocessError at the first bad line, unless bad lines are skipped. The block is empty then."""
+        size_bytes, faults = len(block.data), _Faults(self.on_error)
+        documents, blank_lines, first_blank_line = self._read(block, faults)
+        keys, documents = self._encode_all(documents, faults)
+        return EncodedBlock(
+            keys,
+            len(documents.places),
+            blank_lines,
+            first_blank_line,
+            size_bytes,
+            block.read_bytes,
+            block.path,
+            faults.count,
+            faults.messages,
+            faults.replaced,
+        )
+
+    def _read(self, block: Block, faults: "_Faults") -> tuple[_Documents, int, str]:
+        """Texts of the documents, blank lines, and the place of the first of these. Lines are gone before texts are encoded."""
         documents = _Documents(len(self.keys))
         blank_lines, first_blank_line = 0, ""
         may_have_surrogates = SURROGATE_ESCAPE.search(block.data) is not None
@@ -92,23 +115,26 @@ class Encoder:
                 first_blank_line = first_blank_line or f"{place.path}, {place.unit} {place.line}"
                 continue
             with faults:
-                record = parse_line(raw, place, replace=self.on_error == "replace")
-                documents.add(place, [self._texts(record, key, place, may_have_surrogates) for key in self.keys])
-        keys, documents = self._encode_all(documents, faults)
-        return EncodedBlock(
-            keys,
-            len(documents.places),
-            blank_lines,
-            first_blank_line,
-            len(block.data),
-            block.read_bytes,
-            block.path,
-            faults.count,
-            faults.messages,
-        )
+                documents.add(place, self._document(raw, place, may_have_surrogates, faults))
+        return documents, blank_lines, first_blank_line
 
-    def _texts(self, record: dict[str, Any], key: str, place: "Place", check_surrogates: bool) -> list[str]:
-        strings = strings_of(record, key, place, check_surrogates, replace=self.on_error == "replace")
+    def _document(self, raw: bytes, place: "Place", check_surrogates: bool, faults: "_Faults") -> list[list[str]]:
+        """Texts of one line, for each key; what is read only with characters replaced is counted."""
+        try:
+            return self._texts_of_keys(raw, place, check_surrogates, False)
+        except PreprocessError:
+            if self.on_error != "replace":
+                raise
+        texts = self._texts_of_keys(raw, place, check_surrogates, True)
+        faults.replaced += 1
+        return texts
+
+    def _texts_of_keys(self, raw: bytes, place: "Place", check_surrogates: bool, replace: bool) -> list[list[str]]:
+        record = parse_line(raw, place, replace)
+        return [self._texts(record, key, place, check_surrogates, replace) for key in self.keys]
+
+    def _texts(self, record: dict[str, Any], key: str, place: "Place", check_surrogates: bool, replace: bool) -> list[str]:
+        strings = strings_of(record, key, place, check_surrogates, replace)
         if self.splitter is None:
             return strings
         return [sentence for string in strings for sentence in self.splitter.split(string)]
@@ -139,6 +165,7 @@ class Encoder:
     def _encode(self, texts: list[str], texts_per_document: list[int]) -> EncodedKey:
         """A text without tokens is no sequence; the end-of-document token joins the document's last sequence."""
         ids, lengths = self.tokenizer.encode_batch(texts)
+        ids = checked_cast(ids, self.dtype)
         document_of_text = np.repeat(np.arange(len(texts_per_document)), texts_per_document)
         used = lengths > 0
         lengths, document_of_sequence = lengths[used], document_of_text[used]
@@ -146,10 +173,10 @@ class Encoder:
         if self.append_eod and len(lengths):
             assert self.tokenizer.eod is not None
             last = np.flatnonzero(np.diff(document_of_sequence, append=-1))
-            ids = np.insert(ids, np.cumsum(lengths)[last], self.tokenizer.eod)
+            ids = np.insert(ids, np.cumsum(lengths)[last], checked_cast(self.tokenizer.eod, self.dtype))
             lengths[last] += 1
         tokens = np.bincount(document_of_sequence, weights=lengths, minlength=1)
-        return EncodedKey(checked_cast(ids, self.dtype), lengths, sequences, int(tokens.max()))
+        return EncodedKey(ids, lengths, sequences, int(tokens.max()))
 
 
 class _Faults:
@@ -159,7 +186,7 @@ class _Faults:
 
     def __init__(self, on_error: OnError) -> None:
         self._skip = on_error == "skip"
-        self.count = 0
+        self.count = self.replaced = 0
         self.messages: list[str] = []
 
     def __enter__(self) -> None: ...
@@ -191,8 +218,8 @@ def parse_line(raw: bytes, place: Place, replace: bool = False) -> dict[str, Any
 
     Raises PreprocessError, which points at the byte where reading stopped.
     """
-    if place.offset_bytes == 0 and place.line == 1 and raw.startswith(BYTE_ORDER_MARK):
-        raise place.fault("the file begins with a byte order mark", "save it as UTF-8 without one (sed -i '1s/^\\xEF\\xBB\\xBF//' FILE)")
+    if place.offset_bytes == 0 and place.line == 1:
+        _refuse_other_forms(raw, place)
     try:
         text = raw.decode(errors="replace" if replace else "strict")
     except UnicodeDecodeError as error:
@@ -209,6 +236,15 @@ def parse_line(raw: bytes, place: Place, replace: bool = False) -> dict[str, Any
     if not isinstance(record, dict):
         raise place.fault(f"the line holds {_json_type(record)}, not an object", 'write {"text": "..."} on each line')
     return record
+
+
+def _refuse_other_forms(raw: bytes, place: Place) -> None:
+    """Names what the first bytes of a file tell that it is, where it is no plain UTF-8."""
+    if raw.startswith(BYTE_ORDER_MARK):
+        raise place.fault("the file begins with a byte order mark", "save it as UTF-8 without one (sed -i '1s/^\\xEF\\xBB\\xBF//' FILE)")
+    for begin, ending in FORMS.items():
+        if raw.startswith(begin):
+            raise place.fault(f"these are the first bytes of a {ending} file", f"give it a name that ends in {ending}, or unpack it")
 
 
 def strings_of(record: dict[str, Any], key: str, place: Place, check_surrogates: bool = True, replace: bool = False) -> list[str]:
@@ -231,10 +267,14 @@ def strings_of(record: dict[str, Any], key: str, place: Place, check_surrogates:
 
 def _lines(block: Block) -> Iterator[tuple[Place, bytes]]:
     """Place and content of each line. Only a newline ends a line, as in JSON lines."""
-    offset = block.offset_bytes
-    for line, raw in enumerate(block.data.removesuffix(b"\n").split(b"\n"), block.first_line):
+    offset, line = block.offset_bytes, block.first_line
+    lines = block.take().removesuffix(b"\n").split(b"\n")
+    lines.reverse()
+    while lines:
+        raw = lines.pop()  # a line is kept no longer than it is needed
         yield Place(block.path, line, offset, block.unit), raw
         offset += len(raw) + 1
+        line += 1
 
 
 def _refuse_surrogates(string: str, key: str, place: Place) -> None:

@@ -28,6 +28,8 @@ from domino_lm.data.indices import (
 Array = npt.NDArray[Any]
 Sample = dict[str, Array]
 SplitName = Literal["train", "valid", "test"]
+NO_TOKEN = -1
+"""Fills up a short last sample. An id of the tokenizer would take the loss from the same id in the data."""
 SPLITS: tuple[SplitName, SplitName, SplitName] = ("train", "valid", "test")
 
 
@@ -59,11 +61,8 @@ class GPTDatasetConfig:
     eod: int | None = None
     """End-of-document id; needed by the three settings below."""
 
-    pad: int | None = None
-    """Id that fills up a short last sample and loses its loss; None takes -1, which no file holds."""
-
     vocab_size: int | None = None
-    """Ids from here on are refused when a sample is read; None leaves them unchecked."""
+    """Ids from here on are refused when a sample is read; None refuses negative ones alone."""
 
     reset_position_ids: bool = False
     """Count positions from 0 again behind each end of document."""
@@ -90,17 +89,14 @@ class GPTDatasetConfig:
             flags = ", ".join("--" + name.replace("_", "-") for name in resets)
             raise DatasetError(f"{flags}: the tokenizer has no end-of-document id; leave the flag out or use another tokenizer.")
 
-    @property
-    def pad_id(self) -> int:
-        return -1 if self.pad is None else self.pad
-
 
 def parse_split(split: str) -> tuple[float, float, float]:
     """Weights of train, validation and test from ``--split``, normalised to a sum of 1.
 
     One to three plain numbers, separated by commas, slashes, colons or spaces; missing ones are 0.
     """
-    words = [word for word in re.split(r"[,/:;\s]+", split.strip()) if word]
+    unquoted = split.strip().strip("'\"")  # Megatron's scripts keep words in arrays, from which quotes arrive as they are typed
+    words = [word for word in re.split(r"[,/:;\s]+", unquoted) if word]
     if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", word, re.ASCII) for word in words):
         raise DatasetError(f"--split {split!r} is not one to three plain numbers >= 0; write for example 969,30,1.")
     weights = [float(word) for word in words] + [0.0] * (3 - len(words))
@@ -202,7 +198,7 @@ class GPTDataset:
             tokens, labels = text[:-1].copy(), text[1:].copy()
         else:
             tokens, labels = text, np.roll(text, -1)
-            labels[-1] = self.config.pad_id
+            labels[-1] = NO_TOKEN
         return self._mask(tokens, labels)
 
     def identity(self) -> dict[str, Any]:
@@ -219,9 +215,9 @@ class GPTDataset:
         }
 
     def _read(self, sample: int) -> npt.NDArray[np.int64]:
-        """The sample's tokens, filled up with pad ids at the end: [s + extra]."""
+        """The sample's tokens, filled up with NO_TOKEN at the end: [s + extra]."""
         (first, begin), (last, end) = (map(int, row) for row in self.sample_index[sample : sample + 2])
-        text = np.full(self.config.sequence_length + self._extra, self.config.pad_id, np.int64)
+        text = np.full(self.config.sequence_length + self._extra, NO_TOKEN, np.int64)
         filled = 0
         for position in range(first, last + 1):
             sequence = int(self.document_index[position])
@@ -235,13 +231,12 @@ class GPTDataset:
 
     def _check_ids(self, sample: int, text: Array) -> None:
         vocab_size = self.config.vocab_size
-        if vocab_size is None or len(text) == 0:
-            return
-        low, high = int(text.min()), int(text.max())
-        if low < 0 or high >= vocab_size:
+        low, high = int(text.min(initial=0)), int(text.max(initial=0))
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            entries = "begins at 0" if low < 0 else f"has {vocab_size} entries"
             raise DatasetError(
-                f"{self.indexed.prefix}.bin: {self.split} sample {sample} holds token id {low if low < 0 else high}, but the vocabulary has "
-                f"{vocab_size} entries; the file was made with another tokenizer: give that one, or preprocess again."
+                f"{self.indexed.prefix}.bin: {self.split} sample {sample} holds token id {low if low < 0 else high}, but the vocabulary "
+                f"{entries}; the file was made with another tokenizer: give that one, or preprocess again."
             )
 
     def _mask(self, tokens: Array, labels: Array) -> Sample:
@@ -257,16 +252,16 @@ class GPTDataset:
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
         if config.reset_attention_mask:
             sample["attention_mask"] = attention_mask(tokens, config.eod)
-        loss_mask[labels == config.pad_id] = 0
-        tokens[tokens == config.pad_id] = 0
-        labels[labels == config.pad_id] = 0
+        loss_mask[labels == NO_TOKEN] = 0
+        tokens[tokens == NO_TOKEN] = 0
+        labels[labels == NO_TOKEN] = 0
         return sample
 
     def _indices(self, cache_path: str | os.PathLike[str] | None) -> tuple[Array, Array, Array]:
         if cache_path is None:
             return self._build_indices()
-        shapes: dict[str, tuple[int, ...] | None] = {
-            "document_index": None,
+        shapes: dict[str, tuple[int, ...]] = {
+            "document_index": (len(self.sequences) * self.epochs.repeats,),
             "sample_index": (self._length + 1, 2),
             "shuffle_index": (self._length,),
         }

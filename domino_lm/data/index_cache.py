@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from domino_lm.data.drafts import Draft
 from domino_lm.data.indices import DatasetError
 
 Array = npt.NDArray[Any]
@@ -27,8 +28,8 @@ class IndexCache:
     A damaged file is reported and built again.
     """
 
-    def __init__(self, folder: Path, split: str, identity: dict[str, Any], shapes: dict[str, tuple[int, ...] | None]) -> None:
-        """``shapes`` names the indices, with the shape each must have (None: any)."""
+    def __init__(self, folder: Path, split: str, identity: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+        """``shapes`` names the indices, with the shape each must have."""
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
         self._folder, self._shapes = folder, list(shapes.values())
         self._paths = [folder / f"{key}-{split}-{name}.npy" for name in shapes]
@@ -60,7 +61,7 @@ class IndexCache:
         for path, shape in zip(self._paths, self._shapes, strict=True):
             try:
                 array = np.load(path, mmap_mode="r", allow_pickle=False)
-                fault = None if shape is None or array.shape == shape else f"its shape is {array.shape}, not {shape}"
+                fault = None if array.shape == shape else f"its shape is {array.shape}, not {shape}"
             except (OSError, ValueError, EOFError) as error:
                 fault = str(error)
             if fault is not None:
@@ -72,15 +73,14 @@ class IndexCache:
 
     def _save(self, indices: Sequence[Array]) -> None:
         for path, index in zip(self._paths, indices, strict=True):
-            temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+            draft = Draft(path)
             try:
-                with open(temporary, "wb") as file:
-                    np.save(file, index)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
+                np.save(draft.file, index)
+                draft.file.flush()
+                os.fsync(draft.file.fileno())
+                draft.publish()
             finally:
-                temporary.unlink(missing_ok=True)
+                draft.discard()
 
 
 @contextmanager

@@ -21,21 +21,20 @@ An empty document has no sequence, only a repeated entry of the document index. 
 ``.idx`` of 42 bytes and a ``.bin`` of 0.
 """
 
-import glob
 import hashlib
 import os
-import re
 import shutil
 import struct
-import time
 from array import array
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+
+from domino_lm.data.drafts import Draft
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -52,8 +51,6 @@ DTYPES: dict[int, npt.DTypeLike] = {
 }
 CHUNK = 1 << 20
 COPY_BYTES = 1 << 24
-ABANDONED_AFTER_S = 600.0
-"""On a shared disk the writer may live on another machine, where its files grow."""
 
 Array = npt.NDArray[Any]
 
@@ -95,25 +92,6 @@ def checked_cast(ids: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
     return np.ascontiguousarray(source, dtype=target)
 
 
-def remove_abandoned(folder: Path, pattern: str) -> None:
-    """Remove temporary files of writers that were killed: their process is gone, and nothing was written for a while."""
-    for path in folder.glob(pattern):
-        found = re.search(r"\.tmp-(\d+)", path.name)
-        with suppress(OSError):
-            if found and not _is_alive(int(found[1])) and time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
-                path.unlink()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 class IndexedDataset:
     """Read-only view of one ``.bin``/``.idx`` pair; both files are memory-mapped.
 
@@ -126,6 +104,14 @@ class IndexedDataset:
         self.prefix = os.fspath(prefix)
         self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
         self._require_files()
+        try:
+            self._open()
+        except OSError as error:
+            raise IndexedDatasetError(
+                f"{error.filename or self.prefix}: cannot be read ({error.strerror or error}); check the permissions and the disk."
+            ) from error
+
+    def _open(self) -> None:
         self.dtype, sequences, entries, multimodal = self._read_header()
         index = np.memmap(self.idx_path, np.uint8, "r")
         self.sequence_lengths: npt.NDArray[np.int32] = np.ndarray(sequences, "<i4", index, HEADER.size)
@@ -189,8 +175,10 @@ class IndexedDataset:
         size = self.idx_path.stat().st_size
         with open(self.idx_path, "rb") as file:
             raw = file.read(HEADER.size)
-        if len(raw) < HEADER.size or not raw.startswith(MAGIC):
+        if not raw.startswith(MAGIC):
             raise self._fault(self.idx_path, "this is not an index of a token file (the magic MMIDIDX is missing)")
+        if len(raw) < HEADER.size:
+            raise self._fault(self.idx_path, f"{size} bytes, but the header alone has {HEADER.size}")
         _, version, code, sequences, entries = HEADER.unpack(raw)
         if version != VERSION:
             raise self._fault(self.idx_path, f"version {version} is unknown; only {VERSION} can be read")
@@ -251,7 +239,8 @@ class IndexedDatasetWriter:
 
     A context manager: leaving it well puts both files in place under their final names, ``.bin`` first; leaving it by
     an exception removes everything it wrote. Until then both live beside the target under temporary names, so no
-    reader can meet a half-written file.
+    reader can meet a half-written file. `prepare` writes all that is left to write, for who has several pairs to put in
+    place together. Raises BusyError while another process writes the same pair.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike, multimodal: bool = False) -> None:
@@ -261,16 +250,18 @@ class IndexedDatasetWriter:
         if not codes:
             raise IndexedDatasetError(f"{self.prefix}.bin: tokens cannot be stored as {self.dtype}; best_dtype gives the usual type.")
         self._code = codes[0]
-        self._targets = (Path(self.prefix + ".bin"), Path(self.prefix + ".idx"))
-        self._bin_temporary, self._idx_temporary = (path.with_name(f"{path.name}.tmp-{os.getpid()}") for path in self._targets)
         self._lengths = array("i")
         self._document_indices = array("q", [0])
         self._modes = array("b") if multimodal else None
         self.num_tokens = 0
-        for target in self._targets:
-            remove_abandoned(target.parent, f"{glob.escape(target.name)}.tmp-*")
-        # Closed by __exit__.
-        self._bin = open(self._bin_temporary, "wb")  # noqa: SIM115
+        self._prepared = False
+        with ExitStack() as opened:
+            self._drafts = []
+            for extension in (".bin", ".idx"):
+                self._drafts.append(Draft(Path(self.prefix + extension)))
+                opened.callback(self._drafts[-1].discard)
+            self._opened = opened.pop_all()
+        self._bin, self._idx = (draft.file for draft in self._drafts)
 
     def add_document(self, ids: npt.ArrayLike, lengths: npt.ArrayLike | None = None) -> None:
         """Append one document: a single sequence, or sequences of the given lengths. No ids: an empty document."""
@@ -310,13 +301,17 @@ class IndexedDatasetWriter:
         """Append all documents of another pair, which must have the same token type and, if one does, modes."""
         if dataset.dtype != self.dtype:
             raise IndexedDatasetError(f"{dataset.prefix}: tokens are {dataset.dtype}, but {self.prefix} is written as {self.dtype}.")
-        counts = np.diff(dataset.document_indices)
         self._add_modes(dataset.sequence_modes, len(dataset))
+        begin = self._bin.tell()
         with open(dataset.bin_path, "rb") as source:
             shutil.copyfileobj(source, self._bin, COPY_BYTES)
+        if self._bin.tell() - begin != dataset.num_tokens * self.dtype.itemsize:
+            raise IndexedDatasetError(f"{dataset.bin_path}: the file changed while it was read; run again when nothing writes to it.")
         before = len(self._lengths)
-        self._lengths.frombytes(dataset.sequence_lengths.astype(np.int32, copy=False).tobytes())
-        self._document_indices.frombytes((before + np.cumsum(counts, dtype=np.int64)).tobytes())
+        for start in range(0, len(dataset), CHUNK):
+            self._lengths.frombytes(dataset.sequence_lengths[start : start + CHUNK].astype(np.int32).tobytes())
+        for start in range(1, len(dataset.document_indices), CHUNK):
+            self._document_indices.frombytes((before + dataset.document_indices[start : start + CHUNK]).tobytes())
         self.num_tokens += dataset.num_tokens
 
     def _add_modes(self, modes: npt.ArrayLike | None, sequences: int) -> None:
@@ -333,27 +328,23 @@ class IndexedDatasetWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
+        with self._opened:
             if kind is None:
-                self._finish()
-        finally:
-            self._bin_temporary.unlink(missing_ok=True)
-            self._idx_temporary.unlink(missing_ok=True)
-            # On a full disk, closing fails again on what is still buffered.
-            with suppress(OSError):
-                self._bin.close()
+                self.prepare()
+                # An index of an earlier run must never stand beside the new tokens, not even for a moment.
+                Path(self.prefix + ".idx").unlink(missing_ok=True)
+                for draft in self._drafts:
+                    draft.publish()
 
-    def _finish(self) -> None:
-        with open(self._idx_temporary, "wb") as index:
-            self._write_index(index)
-            for file in (self._bin, index):
-                file.flush()
-                os.fsync(file.fileno())
-        bin_path, idx_path = self._targets
-        # An index of an earlier run must never stand beside the new tokens, not even for a moment.
-        idx_path.unlink(missing_ok=True)
-        os.replace(self._bin_temporary, bin_path)
-        os.replace(self._idx_temporary, idx_path)
+    def prepare(self) -> None:
+        """Write the index and bring both files to the disk; nothing can be added then, and only renaming is left."""
+        if self._prepared:
+            return
+        self._write_index(self._idx)
+        for file in (self._bin, self._idx):
+            file.flush()
+            os.fsync(file.fileno())
+        self._prepared = True
 
     def _write_index(self, index: Any) -> None:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)

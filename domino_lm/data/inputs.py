@@ -5,10 +5,13 @@ import gzip
 import io
 import json
 import os
+import stat
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from dataclasses import dataclass
+from typing import IO, Any
 
 BLOCK_BYTES = 1 << 18
 ROWS_PER_BLOCK = 512
@@ -20,7 +23,8 @@ class PreprocessError(ValueError):
     """Input that cannot be made into token files. The message says where (file, line, byte), what, and the way out."""
 
 
-class Block(NamedTuple):
+@dataclass
+class Block:
     """Whole lines of one file, and where they begin in it.
 
     ``unit`` is what a line was in the file: a line, or a row of a table, which has no byte offset. ``read_bytes`` is how
@@ -33,6 +37,11 @@ class Block(NamedTuple):
     offset_bytes: int
     read_bytes: int
     unit: str = "line"
+
+    def take(self) -> bytes:
+        """The lines, which the block lets go of: one line may be most of the memory there is."""
+        data, self.data = self.data, b""
+        return data
 
 
 def expand_inputs(words: Sequence[str]) -> list[str]:
@@ -58,7 +67,7 @@ def expand_inputs(words: Sequence[str]) -> list[str]:
             raise PreprocessError(f"--input {path}: no such file.")
         if os.path.isdir(path):
             raise PreprocessError(f"--input {path} is a folder; give a file of JSON lines, or a pattern like '{path.rstrip('/')}/*.jsonl'.")
-    doubled = sorted({path for path in paths if paths.count(path) > 1}) if len(paths) < 10_000 else []
+    doubled = [path for path, count in Counter(map(os.path.realpath, paths)).items() if count > 1]
     if doubled:
         raise PreprocessError(f"--input names {doubled[0]} more than once; its documents would be there twice: name each file once.")
     return paths
@@ -77,13 +86,14 @@ def read_blocks(paths: Sequence[str], keys: Sequence[str], size_bytes: int = BLO
     for path in paths:
         last = before
         for block in _read_parquet(path, keys) if path.endswith(".parquet") else _read_file(path, size_bytes):
-            last = before + block.read_bytes
-            yield block._replace(read_bytes=last)
+            last = block.read_bytes = before + block.read_bytes
+            yield block
         before = last
 
 
 def _read_file(path: str, size_bytes: int) -> Iterator[Block]:
     with _open_raw(path) as raw:
+        state = _state(os.fstat(raw.fileno()))
         source = _decompressed(path, raw)
         line, offset = 1, 0
         while True:
@@ -97,15 +107,30 @@ def _read_file(path: str, size_bytes: int) -> Iterator[Block]:
                     f"{path}, line {line}, byte {offset}: the {kind} file is damaged ({error}); compress it again."
                 ) from error
             if not data:
-                return
+                break
             position = raw.tell() if raw.seekable() else offset + len(data)
-            yield Block(path, data, line, offset, position)
+            block = Block(path, data, line, offset, position)
             line += data.count(b"\n")
             offset += len(data)
+            del data  # the block alone keeps it
+            yield block
+        _require_unchanged(path, state)
+
+
+def _state(found: os.stat_result) -> tuple[int, int, int, int] | None:
+    """What changes when somebody writes to a file; None for what is no file."""
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+
+
+def _require_unchanged(path: str, before: tuple[int, int, int, int] | None) -> None:
+    if path != STANDARD_INPUT and before is not None and (not os.path.exists(path) or _state(os.stat(path)) != before):
+        raise PreprocessError(f"{path}: the file changed while it was read; run again when nothing writes to it.")
 
 
 def _open_raw(path: str) -> IO[bytes]:
     if path == STANDARD_INPUT:
+        if sys.stdin is None:
+            raise PreprocessError("--input -: standard input is closed; pipe JSON lines into the tool, or name a file.")
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
     return open(path, "rb")
 
@@ -163,27 +188,62 @@ class _ZstdFile(io.RawIOBase):
 
 def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[Block]:
     """Rows as JSON lines, of the columns that ``keys`` name alone."""
+    # The allocator that pyarrow takes by itself keeps what it had: the more, the larger the file.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
         raise PreprocessError(f"{path}: reading .parquet files needs the package pyarrow: pip install pyarrow.") from None
-    size, row = os.path.getsize(path), 0
+    state, size, row = _state(os.stat(path)), os.path.getsize(path), 0
     try:
-        with parquet.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            columns = [key for key in dict.fromkeys(keys) if key in names]
-            if len(columns) < len(set(keys)):
-                missing = next(key for key in keys if key not in names)
-                raise PreprocessError(
-                    f"{path}: no column {missing!r} (columns here: {', '.join(map(repr, names))[:200]}); give the right one with --json-keys."
-                )
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as table:
+            columns = _text_columns(path, table.schema_arrow, keys)
             total = table.metadata.num_rows
-            for batch in table.iter_batches(ROWS_PER_BLOCK, columns=columns):
-                lines = [json.dumps(record, default=str) for record in batch.to_pylist()]
-                done = row + len(lines)
-                yield Block(path, "".join(line + "\n" for line in lines).encode(), row + 1, 0, size * done // max(total, 1), "row")
-                row = done
+            for batch in table.iter_batches(_rows_per_batch(table.metadata), columns=columns):
+                lines = [json.dumps(record, default=_text_of_bytes) for record in batch.to_pylist()]
+                for begin, end in _groups(lines):
+                    block = Block(path, "".join(line + "\n" for line in lines[begin:end]).encode(), row + begin + 1, 0, 0, "row")
+                    block.read_bytes = size * (row + end) // max(total, 1)
+                    yield block
+                row += len(lines)
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise PreprocessError(f"{path}, row {row + 1}: the parquet file cannot be read ({reason}); write it again.") from error
+    _require_unchanged(path, state)
+
+
+def _text_columns(path: str, schema: Any, keys: Sequence[str]) -> list[str]:
+    """The columns that ``keys`` name. Raises PreprocessError where one is missing or cannot hold text."""
+    for key in keys:
+        if schema.names.count(key) != 1:
+            fault = "more than one" if key in schema.names else "no"
+            names = ", ".join(map(repr, schema.names))[:200]
+            raise PreprocessError(f"{path}: {fault} column {key!r} (columns here: {names}); give the right one with --json-keys.")
+        kind = str(schema.field(key).type)
+        if not any(word in kind for word in ("string", "binary", "null")) or "struct" in kind or "map" in kind:
+            raise PreprocessError(f"{path}: the column {key!r} holds {kind}, not text; give the right one with --json-keys.")
+    return list(dict.fromkeys(keys))
+
+
+def _rows_per_batch(metadata: Any) -> int:
+    """Rows that fill a block or so, by what the file says of their size."""
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return max(1, min(ROWS_PER_BLOCK, BLOCK_BYTES * max(metadata.num_rows, 1) // max(size, 1)))
+
+
+def _groups(lines: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Ranges of lines of about the size of a block; rows may be of very different sizes."""
+    begin = size = 0
+    for i, line in enumerate(lines, 1):
+        size += len(line)
+        if size >= BLOCK_BYTES or i == len(lines):
+            yield begin, i
+            begin, size = i, 0
+
+
+def _text_of_bytes(value: Any) -> str:
+    """Binary columns are read as UTF-8; bytes that are none become halves of surrogate pairs, which are refused later, by row."""
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} is not text")
+    return value.decode(errors="surrogateescape")

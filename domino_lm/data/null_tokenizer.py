@@ -22,6 +22,10 @@ class NullTokenizer:
                 f"--null-tokenizer-extra-eod and --null-tokenizer-eod-id {eod} both say what ends a document; leave one out."
             )
         self.vocab_size: int = vocab_size + extra_eod
+        if eod is not None and not 0 <= eod < vocab_size:
+            raise TokenizerError(
+                f"--null-tokenizer-eod-id {eod} is outside --vocab-size {vocab_size}; use 0 to {vocab_size - 1}, or --null-tokenizer-extra-eod."
+            )
         self.eod: int | None = self.vocab_size - 1 if eod is None else eod
         self.pad: int | None = -1 if pad is None else pad
 

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from domino_lm.data.documents import EncodedKey
-from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter, remove_abandoned
+from domino_lm.data.drafts import draft_suffix, is_of_this_node, is_old
+from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter
 
 Array = npt.NDArray[Any]
 
@@ -27,14 +28,16 @@ class PartitionedWriter:
 
     def __init__(self, prefix: str, dtype: npt.DTypeLike, partitions: int = 1) -> None:
         self._target = IndexedDatasetWriter(prefix, dtype)
-        self._stack = ExitStack()
-        self._prefixes: list[str] = []
+        self._prefixes = [f"{prefix}.part-{i}{draft_suffix()}" for i in range(partitions)] if partitions > 1 else []
         self._parts: list[IndexedDatasetWriter] = []
         self._documents = 0
-        remove_abandoned(Path(prefix).parent, f"{glob.escape(os.path.basename(prefix))}.part-*.tmp-*")
-        if partitions > 1:
-            self._prefixes = [f"{prefix}.part-{i}.tmp-{os.getpid()}" for i in range(partitions)]
-            self._parts = [self._stack.enter_context(IndexedDatasetWriter(part, dtype)) for part in self._prefixes]
+        with ExitStack() as opened:
+            opened.push(self._target)
+            _remove_abandoned_parts(prefix)
+            opened.callback(self._remove_parts)
+            self._opened_parts = opened.enter_context(ExitStack())
+            self._parts = [self._opened_parts.enter_context(IndexedDatasetWriter(part, dtype)) for part in self._prefixes]
+            self._opened = opened.pop_all()
 
     def add(self, encoded: EncodedKey) -> None:
         """Append the documents of one block."""
@@ -47,29 +50,39 @@ class PartitionedWriter:
                 part.add_documents(*_of_documents(encoded, chosen))
         self._documents += count
 
+    def prepare(self) -> None:
+        """Write everything that is left to write; leaving the context then only renames."""
+        self._opened_parts.close()
+        self._parts.clear()
+        for prefix in self._prefixes:
+            self._target.append(IndexedDataset(prefix))
+        self._remove_parts()
+        self._prefixes = []
+        self._target.prepare()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            with self._target:
-                if kind is not None:
-                    self._stack.__exit__(kind, error, trace)
-                    raise _AbandonedError
-                self._stack.close()
-                for prefix in self._prefixes:
-                    self._target.append(IndexedDataset(prefix))
-        except _AbandonedError:
-            pass
-        finally:
-            for prefix in self._prefixes:
-                for extension in (".bin", ".idx"):
-                    with suppress(OSError):
-                        Path(prefix + extension).unlink(missing_ok=True)
+        if error is not None:
+            self._opened.__exit__(kind, error, trace)
+            return
+        with self._opened:
+            self.prepare()
+
+    def _remove_parts(self) -> None:
+        for prefix in self._prefixes:
+            for extension in (".bin", ".idx"):
+                with suppress(OSError):
+                    Path(prefix + extension).unlink(missing_ok=True)
 
 
-class _AbandonedError(Exception):
-    """Makes the target drop what it has; the fault itself is on its way already."""
+def _remove_abandoned_parts(prefix: str) -> None:
+    """Remove parts of writers that were killed: who has the draft of the target, as the caller does, is the only one at work."""
+    for path in Path(prefix).parent.glob(f"{glob.escape(os.path.basename(prefix))}.part-*.tmp-*"):
+        with suppress(OSError):
+            if is_of_this_node(path) or is_old(path):
+                path.unlink()
 
 
 def _of_documents(encoded: EncodedKey, chosen: Array) -> tuple[Array, Array, Sequence[int] | Array]:

@@ -16,6 +16,8 @@ from domino_lm.data.documents import EncodedBlock, Encoder
 from domino_lm.data.inputs import Block, PreprocessError
 
 BLOCKS_PER_WORKER = 3
+BYTES_IN_FLIGHT = 1 << 26
+"""Beyond it, blocks of very long lines are encoded one by one."""
 STOPPING = {signal.SIGTERM, signal.SIGINT}
 
 Recipe = TypeVar("Recipe")
@@ -45,14 +47,15 @@ def encode_blocks(
     pool: _Workers
     pool = _Threads(workers, encoder, lambda: build(recipe)) if encoder.tokenizer.uses_threads else _Processes(workers, build, recipe)
     try:
-        waiting = 0
+        in_flight: deque[int] = deque()
         for block in blocks:
-            pool.submit(block)
-            waiting += 1
-            if waiting >= workers * BLOCKS_PER_WORKER:
+            size = len(block.data)
+            while in_flight and (len(in_flight) >= workers * BLOCKS_PER_WORKER or sum(in_flight) + size > BYTES_IN_FLIGHT):
+                in_flight.popleft()
                 yield pool.next_result()
-                waiting -= 1
-        for _ in range(waiting):
+            pool.submit(block)
+            in_flight.append(size)
+        for _ in in_flight:
             yield pool.next_result()
     finally:
         pool.close()
@@ -113,6 +116,7 @@ class _Processes:
     def submit(self, block: Block) -> None:
         try:
             self._pipes[self._sent % self._count].send(block)
+            block.take()
         except OSError:
             raise self._death() from None
         self._sent += 1

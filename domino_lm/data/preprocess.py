@@ -82,12 +82,17 @@ class PreprocessConfig:
 
 @dataclass
 class Summary:
-    """What a run has done so far. ``empty`` (documents), ``tokens`` and ``longest`` (document, in tokens) are counted for each key."""
+    """What a run has done so far.
+
+    ``empty`` (documents), ``tokens`` and ``longest`` (document, in tokens) are counted for each key; ``replaced`` are the
+    lines in which characters that are none were replaced.
+    """
 
     documents: int = 0
     blank_lines: int = 0
     first_blank_line: str = ""
     skipped: int = 0
+    replaced: int = 0
     size_bytes: int = 0
     read_bytes: int = 0
     seconds: float = 0.0
@@ -98,6 +103,9 @@ class Summary:
     def rate(self) -> str:
         seconds = max(self.seconds, 1e-9)
         return f"{self.documents / seconds:.1f} docs/s, {self.size_bytes / 2**20 / seconds:.2f} MB/s"
+
+    def million_tokens(self) -> str:
+        return f"{sum(self.tokens.values()) / 1e6:.1f} M tokens"
 
 
 def preprocess(config: PreprocessConfig, progress: TextIO | None = None) -> Summary:
@@ -126,6 +134,13 @@ def preprocess(config: PreprocessConfig, progress: TextIO | None = None) -> Summ
                 _count(summary, config, encoded, time.monotonic() - started)
                 report.update(summary)
             _require_tokens(summary, config)
+            for writer in writers:
+                writer.prepare()
+    except MemoryError as error:
+        raise PreprocessError(
+            f"{' '.join(config.inputs)}: out of memory after {summary.documents} documents; a document needs about ten times its size, "
+            "and each of --workers as much: give more memory, fewer workers, or split long lines."
+        ) from error
     except OSError as error:
         where = error.filename or f"{' '.join(config.inputs)} or {config.output_prefix}"
         raise PreprocessError(f"{where}: {error.strerror or error}; free space or check the permissions, then run again.") from error
@@ -146,7 +161,8 @@ class Progress:
     """Tells how far a run is: a bar on a terminal, else a line each ``interval`` documents."""
 
     def __init__(self, interval: int, size_bytes: int | None, stream: TextIO | None) -> None:
-        self._stream, self._interval, self._reported, self._bar = stream, interval, 0, None
+        self._stream, self._interval, self._size_bytes = stream, interval, size_bytes
+        self._reported, self._bar = 0, None
         if stream is not None and stream.isatty():
             from tqdm import tqdm
 
@@ -161,11 +177,18 @@ class Progress:
 
     def update(self, summary: Summary) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{summary.documents} documents, {sum(summary.tokens.values()) / 1e6:.1f} M tokens", refresh=False)
+            self._bar.set_postfix_str(f"{summary.documents} documents, {summary.million_tokens()}", refresh=False)
             self._bar.update(summary.read_bytes - self._bar.n)
         elif self._stream is not None and summary.documents // self._interval > self._reported:
             self._reported = summary.documents // self._interval
-            print(f"Processed {summary.documents} documents ({summary.rate()}).", file=self._stream, flush=True)
+            left = f", {self._left_s(summary):.0f} s left" if self._size_bytes else ""
+            found = f"{summary.rate()}, {summary.million_tokens()}{left}"
+            print(f"Processed {summary.documents} documents ({found}).", file=self._stream, flush=True)
+
+    def _left_s(self, summary: Summary) -> float:
+        """Seconds that the rest takes at the speed so far."""
+        assert self._size_bytes is not None
+        return summary.seconds * (self._size_bytes / max(summary.read_bytes, 1) - 1)
 
 
 def _check(config: PreprocessConfig, paths: list[str]) -> None:
@@ -199,6 +222,7 @@ def _count(summary: Summary, config: PreprocessConfig, encoded: EncodedBlock, se
     summary.documents += encoded.documents
     summary.blank_lines += encoded.blank_lines
     summary.skipped += encoded.skipped
+    summary.replaced += encoded.replaced
     summary.size_bytes += encoded.size_bytes
     summary.read_bytes = encoded.read_bytes
     summary.seconds = seconds

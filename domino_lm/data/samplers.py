@@ -22,7 +22,24 @@ class Sampler(Protocol):
     def __iter__(self) -> Iterator[list[int]]: ...
 
 
-class SequentialSampler:
+class _Dealt:
+    """What all samplers hold: the samples, how many are consumed, and this rank's place among those that share a step."""
+
+    def __init__(
+        self, total_samples: int, micro_batch_size: int, consumed_samples: int, data_parallel_rank: int, data_parallel_size: int
+    ) -> None:
+        if micro_batch_size < 1:
+            raise LoaderError(f"--micro-batch-size {micro_batch_size} holds no sample; use at least 1.")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise LoaderError(f"data-parallel rank {data_parallel_rank} is outside 0..{data_parallel_size - 1}.")
+        if total_samples < 1:
+            raise LoaderError("the data set has 0 samples; use more data or another --split.")
+        self.total_samples, self.consumed_samples, self.micro_batch_size = total_samples, consumed_samples, micro_batch_size
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
+        self.samples_per_step = micro_batch_size * data_parallel_size
+
+
+class SequentialSampler(_Dealt):
     """Consecutive samples, dealt to the data-parallel ranks in blocks of one micro-batch.
 
     Of each ``micro_batch_size * data_parallel_size`` samples, rank r takes the r-th micro-batch. It starts at
@@ -40,16 +57,13 @@ class SequentialSampler:
         data_parallel_size: int = 1,
         drop_last: bool = True,
     ) -> None:
-        _check(total_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
+        super().__init__(total_samples, micro_batch_size, consumed_samples, data_parallel_rank, data_parallel_size)
         if not 0 <= consumed_samples < total_samples:
             raise LoaderError(
                 f"{consumed_samples} samples are consumed already, but the data set has {total_samples}: nothing is left to read; "
                 "raise --train-iters so that the data set is built with more epochs, or start anew."
             )
-        self.total_samples, self.consumed_samples = total_samples, consumed_samples
-        self.micro_batch_size, self.drop_last = micro_batch_size, drop_last
-        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
-        self.samples_per_step = micro_batch_size * data_parallel_size
+        self.drop_last = drop_last
 
     def __len__(self) -> int:
         """Micro-batches that each rank gets."""
@@ -62,7 +76,7 @@ class SequentialSampler:
             yield list(range(min(begin, self.total_samples), min(begin + self.micro_batch_size, self.total_samples)))
 
 
-class CyclicSampler:
+class CyclicSampler(_Dealt):
     """A new permutation of the samples in every epoch, without end; the order depends on the number of the epoch alone.
 
     With ``data_sharding`` each rank permutes a share of its own, otherwise the ranks take turns in one permutation of
@@ -79,8 +93,7 @@ class CyclicSampler:
         data_parallel_size: int = 1,
         data_sharding: bool = True,
     ) -> None:
-        _check(total_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
-        self.samples_per_step = micro_batch_size * data_parallel_size
+        super().__init__(total_samples, micro_batch_size, consumed_samples, data_parallel_rank, data_parallel_size)
         if total_samples < self.samples_per_step:
             raise LoaderError(
                 f"the data set has {total_samples} samples, less than --micro-batch-size {micro_batch_size} x data-parallel size "
@@ -93,8 +106,7 @@ class CyclicSampler:
                 f"an epoch of {self.epoch_samples}; resume with the micro-batch size and data-parallel size that were used, or with "
                 "--dataloader-type single."
             )
-        self.total_samples, self.consumed_samples, self.micro_batch_size = total_samples, consumed_samples, micro_batch_size
-        self.data_parallel_rank, self.data_parallel_size, self.data_sharding = data_parallel_rank, data_parallel_size, data_sharding
+        self.data_sharding = data_sharding
 
     def __iter__(self) -> Iterator[list[int]]:
         consumed = self.consumed_samples
@@ -119,13 +131,11 @@ class CyclicSampler:
             yield order[begin : begin + self.micro_batch_size]
 
 
-class FullPassSampler:
+class FullPassSampler(_Dealt):
     """Every sample once, dealt to the ranks one by one; rank r reads r, r + ranks, ... Later ranks may get one less."""
 
     def __init__(self, total_samples: int, *, micro_batch_size: int = 1, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> None:
-        _check(total_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
-        self.total_samples, self.consumed_samples, self.micro_batch_size = total_samples, 0, micro_batch_size
-        self.samples_per_step = micro_batch_size * data_parallel_size
+        super().__init__(total_samples, micro_batch_size, 0, data_parallel_rank, data_parallel_size)
         self._mine = range(data_parallel_rank, total_samples, data_parallel_size)
 
     def __len__(self) -> int:
@@ -145,12 +155,3 @@ def _permutation(count: int, seed: int) -> list[int]:
     generator.manual_seed(seed)
     order: list[int] = torch.randperm(count, generator=generator).tolist()
     return order
-
-
-def _check(total_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int) -> None:
-    if micro_batch_size < 1:
-        raise LoaderError(f"--micro-batch-size {micro_batch_size} holds no sample; use at least 1.")
-    if not 0 <= data_parallel_rank < data_parallel_size:
-        raise LoaderError(f"data-parallel rank {data_parallel_rank} is outside 0..{data_parallel_size - 1}.")
-    if total_samples < 1:
-        raise LoaderError("the data set has 0 samples; use more data or another --split.")

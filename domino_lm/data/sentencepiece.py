@@ -16,7 +16,7 @@ from domino_lm.data.tokenizer import Ids, Lengths, TokenizerError, encode_pieces
 
 SPACE = "\u2581"  # SentencePiece's visible space
 BETWEEN_SPACES = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
-WORD_BORDER = re.compile(f"(?<=[^{SPACE}])(?={SPACE})")
+WORD_BORDER = re.compile(f"(?<=[^ {SPACE}])(?=[ {SPACE}])")
 MAX_WORDS = 1 << 19
 MAX_REMEMBERED_IDS = 1 << 23
 BPE = 2
@@ -123,7 +123,7 @@ class WordMemory:
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """Ids of all texts back to back, and how many belong to each text."""
-        return encode_pieces(self._encode_words, [SPACE + text.replace(" ", SPACE) if text else "" for text in texts], WORD_BORDER)
+        return encode_pieces(self._encode_words, texts, WORD_BORDER, _spelled)
 
     def _encode_words(self, texts: list[str]) -> tuple[Ids, Lengths]:
         """The same for texts whose spaces are spelled as the model spells them."""
@@ -148,6 +148,12 @@ class WordMemory:
         ids, lengths = flatten([[self._space] if word == SPACE else found for word, found in zip(new, encoded, strict=True)])
         self._starts = np.concatenate((self._starts, self._starts[-1] + np.cumsum(lengths)))
         self._flat = np.concatenate((self._flat, ids))
+
+
+def _spelled(piece: str, begin: int) -> str:
+    """A piece of a text with spaces spelled as the model does, which puts one before each text that is not empty."""
+    spelled = piece.replace(" ", SPACE)
+    return SPACE + spelled if spelled and begin == 0 else spelled
 
 
 class _Numbers(dict[str, int]):

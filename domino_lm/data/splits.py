@@ -59,6 +59,13 @@ class Splits:
         return [(name, dataset) for name, dataset in found if dataset is not None]
 
 
+class Identified(Protocol):
+    """A data set that can say what it holds."""
+
+    def identity(self) -> dict[str, Any]:
+        """Everything that its samples and their order depend on."""
+
+
 class DataSettings(Protocol):
     """Where data is named; the fields carry the names of the flags."""
 
@@ -160,7 +167,7 @@ def build_train_valid_test(
     return train, valid, test
 
 
-def fingerprint(datasets: Iterable[Dataset]) -> str:
+def fingerprint(datasets: Iterable[Identified]) -> str:
     """Hash of everything that decides which samples a run reads and in which order; the same on nodes with copies of the files."""
     identities = [_without_times(dataset.identity()) for dataset in datasets]
     return hashlib.sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()

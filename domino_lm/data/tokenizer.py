@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad(self) -> int | None:
-        """Id that fills up short samples; None when the vocabulary has none."""
+        """Id that the vocabulary calls padding, None when there is none; short samples are filled up without an id."""
 
     @property
     def uses_threads(self) -> bool:
@@ -86,41 +86,54 @@ def flatten(ids: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
     return np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum())), lengths
 
 
-def cut_long_texts(texts: Sequence[str], border: re.Pattern[str]) -> tuple[list[str], list[int]]:
-    """The texts, long ones in pieces of about PIECE_CHARACTERS that begin at a ``border``, and the text that each piece is of.
+def cut_long_texts(texts: Sequence[str], border: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
+    """The texts, long ones in pieces of about PIECE_CHARACTERS that begin at a ``border``: number of the text, offset in it, piece.
 
-    Encoding a text of many megabytes at once takes a hundred times its size in memory. A border must be a place where the
-    tokenizer starts afresh whatever stands before and behind it.
+    Encoding a text of many megabytes at once takes up to a hundred times its size in memory. A border must be a place
+    where the tokenizer starts afresh whatever stands before and behind it.
     """
-    pieces: list[str] = []
-    owners: list[int] = []
     for i, text in enumerate(texts):
         begin = 0
         while len(text) - begin > PIECE_CHARACTERS and (found := border.search(text, begin + PIECE_CHARACTERS)) is not None:
-            pieces.append(text[begin : found.start()])
-            owners.append(i)
+            yield i, begin, text[begin : found.start()]
             begin = found.start()
-        pieces.append(text[begin:])
-        owners.append(i)
-    return pieces, owners
+        yield i, begin, text[begin:]
 
 
-def encode_pieces(encode: Callable[[list[str]], tuple[Ids, Lengths]], texts: Sequence[str], border: re.Pattern[str]) -> tuple[Ids, Lengths]:
-    """What ``encode`` gives for all texts, called with a bounded number of characters at a time."""
+def encode_pieces(
+    encode: Callable[[list[str]], tuple[Ids, Lengths]],
+    texts: Sequence[str],
+    border: re.Pattern[str],
+    spell: Callable[[str, int], str] = lambda piece, begin: piece,
+) -> tuple[Ids, Lengths]:
+    """What ``encode`` gives for all texts, called with a bounded number of characters at a time.
+
+    ``spell`` puts a piece that begins at an offset of its text in the form that ``encode`` takes.
+    """
     if sum(map(len, texts)) <= PIECE_CHARACTERS:
-        return encode(list(texts))
-    pieces, owners = cut_long_texts(texts, border)
-    ids, lengths, group, size = [], [], [], 0
-    for piece, last in zip(pieces, [False] * (len(pieces) - 1) + [True], strict=True):
-        group.append(piece)
+        return encode([spell(text, 0) for text in texts])
+    per_text = np.zeros(len(texts), np.int64)
+    ids: list[Ids] = []
+    pieces: list[str] = []
+    owners: list[int] = []
+    size = 0
+    for owner, begin, piece in cut_long_texts(texts, border):
+        pieces.append(spell(piece, begin))
+        owners.append(owner)
         size += len(piece)
-        if size >= PIECE_CHARACTERS or last:
-            part = encode(group)
-            ids.append(part[0])
-            lengths.append(part[1])
-            group, size = [], 0
-    per_text = np.bincount(owners, weights=np.concatenate(lengths), minlength=len(texts)).astype(np.int64)
+        if size >= PIECE_CHARACTERS:
+            ids.append(_encode_group(encode, pieces, owners, per_text))
+            pieces, owners, size = [], [], 0
+    if pieces:
+        ids.append(_encode_group(encode, pieces, owners, per_text))
     return np.concatenate(ids), per_text
+
+
+def _encode_group(encode: Callable[[list[str]], tuple[Ids, Lengths]], pieces: list[str], owners: list[int], per_text: Lengths) -> Ids:
+    """Ids of some pieces; adds their lengths to those of their texts."""
+    ids, lengths = encode(pieces)
+    np.add.at(per_text, owners, lengths)
+    return ids
 
 
 def sha256_of(path: str) -> str:

@@ -11,7 +11,6 @@ from domino_lm.model.attention_kernels import attend
 from domino_lm.model.batch import Row, RowContext
 from domino_lm.model.parameter import Parameter
 from domino_lm.model.part import ShardedPart
-from domino_lm.model.rope import rotate
 from domino_lm.parallel.collectives import Communicator
 
 
@@ -54,7 +53,7 @@ class Attention(ShardedPart):
         query, key, value = (piece.flatten(2, 3) for piece in pieces)  # [s, b, n/t, d], 2 x [s, b, g/t, d]
         if self.rotation is not None:
             cos, sin = (table[row.start : row.start + s] for table in self.rotation)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            query, key = self.kernels.rotate(query, cos, sin), self.kernels.rotate(key, cos, sin)
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, n/t, s, d], 2 x [b, g/t, s, d]
         drops = self.dropout > 0 and row.dropout is not None
         repeat = query.shape[1] // self.local_groups
@@ -72,8 +71,9 @@ class Attention(ShardedPart):
         mask = row.attention_mask
         if mask is None:
             mask = torch.ones(s, k, dtype=torch.bool, device=query.device).triu(1 + k - s)
-        scores = (query @ key.transpose(-1, -2)) * self.head_width**-0.5  # [b, n/t, s, k]
-        probabilities = scores.masked_fill(mask, -torch.inf).softmax(-1)
+        scores = (query * self.head_width**-0.5) @ key.transpose(-1, -2)  # [b, n/t, s, k]; scaled first, since fp16 ends at 65504
+        exact = torch.promote_types(scores.dtype, torch.float32)
+        probabilities = scores.masked_fill(mask, -torch.inf).softmax(-1, dtype=exact).to(scores.dtype)
         head_numbers = torch.arange(heads, device=query.device) + self.tp.rank * heads
         columns = head_numbers[:, None] * self.seq_length + torch.arange(k, device=query.device)  # [n/t, k]
         keep = row.dropout.keep(self.site, columns.flatten(), self.dropout)  # [s, b, n/t k]

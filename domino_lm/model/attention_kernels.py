@@ -46,7 +46,8 @@ class PrefixAttention(torch.autograd.Function):
         own, own_lse = kernel(query, key, value, 0.0, True)  # [b, n, s, d], [b, n, s]
         prefix, prefix_lse = kernel(query, prefix_key, prefix_value, 0.0, False)
         lse = torch.logaddexp(own_lse, prefix_lse)
-        out: Tensor = prefix + (own - prefix) * (own_lse - lse).exp_().unsqueeze(-1).to(own.dtype)
+        share = (own_lse - lse).exp_().unsqueeze(-1)  # [b, n, s, 1], in fp32 at least, as is the merge
+        out: Tensor = torch.lerp(prefix.to(share.dtype), own.to(share.dtype), share).to(own.dtype)
         ctx.save_for_backward(query, out, lse, *blocks)  # earlier rows hold their blocks anyway; their concatenation would be more
         return out
 

@@ -26,10 +26,10 @@ class MicroBatch:
 
     @classmethod
     def from_samples(cls, samples: Mapping[str, NDArray[Any]], device: torch.device, sample_offset: int = 0) -> MicroBatch:
-        """Collated samples [b, s] of a dataset, transposed and on ``device``."""
+        """Collated samples [b, s] of a dataset, transposed and on ``device``, whose copies the host does not wait for."""
 
         def transposed(name: str) -> Tensor:
-            return torch.as_tensor(samples[name]).t().contiguous().to(device, non_blocking=True)
+            return to_device(torch.as_tensor(samples[name]).t().contiguous(), device)
 
         mask = samples.get("attention_mask")
         return cls(
@@ -37,7 +37,7 @@ class MicroBatch:
             labels=transposed("labels"),
             loss_mask=transposed("loss_mask"),
             position_ids=transposed("position_ids") if "position_ids" in samples else None,
-            attention_mask=torch.as_tensor(mask).to(device) if mask is not None else None,
+            attention_mask=to_device(torch.as_tensor(mask), device) if mask is not None else None,
             sample_offset=sample_offset,
         )
 
@@ -177,3 +177,10 @@ class RowContext:
     def _receive(self, index: int, grad: Tensor) -> None:
         held = self._shared_grads.get(index)
         self._shared_grads[index] = grad if held is None else held + grad
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` of the host on ``device``; from pinned memory, since a copy from pageable memory would block the host."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

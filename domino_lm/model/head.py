@@ -9,7 +9,7 @@ from torch import Tensor
 
 from domino_lm.model.batch import Row, RowContext
 from domino_lm.model.embedding import local_rows
-from domino_lm.model.linear import accumulate_wgrad, gemm, product
+from domino_lm.model.linear import gemm
 from domino_lm.model.parameter import Parameter
 from domino_lm.model.part import ALL_COLUMNS, Part, input_of
 from domino_lm.parallel.collectives import Communicator, CopyToShards, ReduceFromShards
@@ -59,12 +59,12 @@ class Head(Part):
 
     def tail_grad(self, d_logits: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
         """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
-        return product(d_logits, self.weight[:, columns], out)
+        return self.kernels.head_linear.dgrad_columns(d_logits, self.weight, columns, out)
 
     def wgrad(self, contexts: Sequence[RowContext], d_logits: Sequence[Tensor]) -> None:
         """Accumulate the output weight's gradient; row by row, since joined logits would cost more memory than a pass."""
         for ctx, row_grad in zip(contexts, d_logits, strict=True):
-            accumulate_wgrad(self.weight, row_grad, input_of(ctx))
+            self.kernels.head_linear.accumulate_wgrad(self.weight, row_grad, input_of(ctx))
 
     def forward(self, x: Tensor, row: Row) -> Tensor:
         """Loss of every token [s, b] through autograd."""

@@ -1,4 +1,4 @@
-"""The linear seam: the three GEMMs of a linear layer, each its own call."""
+"""The linear seam: the GEMMs of a linear layer, each its own call, for other libraries to take over."""
 
 from __future__ import annotations
 
@@ -10,36 +10,70 @@ from domino_lm.model.parameter import Parameter
 
 
 def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` [s, b, i] times ``weight`` [o, i] transposed, plus ``bias`` [o]: [s, b, o]."""
+    """``x`` [s, b, i] times ``weight`` [o, i] transposed, plus ``bias`` [o]: [s, b, o]; differentiable."""
     return F.linear(x, weight, bias)
 
 
-def dgrad(dy: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of a linear layer's input: ``dy`` [s, b, o] times ``weight`` [o, i]: [s, b, i]."""
-    return dy @ weight
+class Linear:
+    """The GEMMs that a plan calls, by PyTorch. A backend overrides those that it computes otherwise.
 
-
-def product(x: Tensor, matrix: Tensor, out: Tensor | None) -> Tensor:
-    """``x`` [s, b, i] times ``matrix`` [i, o], into the contiguous ``out`` [s, b, o] where one is given."""
-    if out is None:
-        return x @ matrix
-    torch.mm(x.flatten(0, 1), matrix, out=out.view(-1, out.shape[-1]))
-    return out
-
-
-def accumulate_wgrad(parameter: Parameter, dy: Tensor, x: Tensor) -> None:
-    """Add ``dy`` [s, b, o] transposed times ``x`` [s, b, i] to the gradient [o, i] of a weight.
-
-    Where the gradient's dtype is wider than the activations', the product is formed in a temporary, since PyTorch's
-    addmm takes one dtype.
+    ``columns`` are a slice of the result's last dimension, which lands in the contiguous ``out`` where one is given.
     """
-    dy_2d, x_2d, grad = dy.flatten(0, 1), x.flatten(0, 1), parameter.main_grad
-    if grad.dtype == dy_2d.dtype:
-        grad.addmm_(dy_2d.t(), x_2d)
-    else:
-        grad.add_(dy_2d.t() @ x_2d)
+
+    def begin_step(self) -> None:
+        """Weights may have changed; what was made of them is made anew when it is next needed."""
+
+    def refresh(self) -> None:
+        """Make anew, now and in the same memory, what would be made when it is next needed."""
+
+    def forward(self, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
+        """``x`` [s, b, i] times ``weight`` [o, i] transposed, plus ``bias`` [o]: [s, b, o]."""
+        return F.linear(x, weight, bias)
+
+    def forward_columns(self, x: Tensor, weight: Parameter, columns: slice, out: Tensor | None = None) -> Tensor:
+        """``x`` [s, b, i] times the rows ``columns`` of ``weight`` [o, i], transposed: [s, b, columns]."""
+        return _product(x, weight[columns].t(), out)
+
+    def dgrad(self, dy: Tensor, weight: Parameter) -> Tensor:
+        """Gradient of the layer's input: ``dy`` [s, b, o] times ``weight`` [o, i]: [s, b, i]."""
+        return dy @ weight
+
+    def dgrad_columns(self, dy: Tensor, weight: Parameter, columns: slice, out: Tensor | None = None) -> Tensor:
+        """Gradient by the input's ``columns``: ``dy`` [s, b, o] times those columns of ``weight`` [o, i]: [s, b, columns]."""
+        return _product(dy, weight[:, columns], out)
+
+    def accumulate_wgrad(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
+        """Add ``dy`` [s, b, o] transposed times ``x`` [s, b, i] to ``main_grad`` [o, i].
+
+        Where that is wider than the activations, the product is formed in a temporary of their dtype, since PyTorch's addmm takes
+        one dtype; on CPUs, where 16-bit GEMMs gain little, the operands are widened instead and nothing is rounded.
+        """
+        dy_2d, x_2d, grad = dy.flatten(0, 1), x.flatten(0, 1), weight.main_grad
+        if grad.dtype == dy_2d.dtype or not grad.is_cuda:
+            grad.addmm_(dy_2d.t().to(grad.dtype), x_2d.to(grad.dtype))
+        else:
+            grad.add_(dy_2d.t() @ x_2d)
+
+
+class MixedAddmmLinear(Linear):
+    """Weight gradients by one GEMM that reads 16-bit operands and adds to fp32 memory: cuBLAS by PyTorch's mixed addmm."""
+
+    def accumulate_wgrad(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
+        dy_2d, x_2d, grad = dy.flatten(0, 1), x.flatten(0, 1), weight.main_grad
+        if grad.dtype == dy_2d.dtype:
+            grad.addmm_(dy_2d.t(), x_2d)
+        else:
+            torch.ops.aten.addmm.dtype_out(grad, dy_2d.t(), x_2d, grad.dtype, out=grad)
 
 
 def accumulate_bias_grad(parameter: Parameter, dy: Tensor) -> None:
     """Add the sum of ``dy`` [s, b, o] over tokens to the gradient [o] of a bias."""
     parameter.main_grad.add_(dy.sum((0, 1), dtype=parameter.main_grad.dtype))
+
+
+def _product(x: Tensor, matrix: Tensor, out: Tensor | None) -> Tensor:
+    """``x`` [s, b, i] times ``matrix`` [i, o], in the contiguous ``out`` [s, b, o] where one is given."""
+    if out is None:
+        return x @ matrix
+    torch.mm(x.flatten(0, 1), matrix, out=out.view(-1, out.shape[-1]))
+    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from domino_lm.model.batch import RowContext
@@ -19,12 +18,11 @@ class GeluMlp(ShardedPart):
         self.approximate = approximate
 
     def core(self, h: Tensor, ctx: RowContext) -> Tensor:
-        return F.gelu(h, approximate=self.approximate)  # [s, b, f/t]
+        return self.kernels.gelu(h, self.approximate)  # [s, b, f/t]
 
 
 class GatedMlp(ShardedPart):
     """SwiGLU part: ``w_in`` [2f/t, h] holds gate rows, then up rows; ``w_out`` [h, f/t]."""
 
     def core(self, h: Tensor, ctx: RowContext) -> Tensor:
-        gate, up = h.chunk(2, dim=-1)  # 2 x [s, b, f/t]
-        return F.silu(gate) * up  # [s, b, f/t]
+        return self.kernels.swiglu(h)  # [s, b, f/t]

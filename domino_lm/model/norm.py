@@ -44,10 +44,8 @@ class NormPart(Part):
         self.columns = torch.arange(weight.shape[0], device=weight.device)
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """LayerNorm (Ba et al., 2016) or RMSNorm (Zhang and Sennrich, 2019) of [s, b, h]."""
-        if self.bias is None:
-            return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
-        return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.epsilon)
+        """LayerNorm, or RMSNorm without a bias, of [s, b, h]."""
+        return self.kernels.normalise(hidden, self.weight, self.bias, self.epsilon)
 
     def keep(self, row: Row) -> Tensor | None:
         """Which elements [s, b, h] of the branch stay, or None where nothing is dropped."""
@@ -57,13 +55,8 @@ class NormPart(Part):
 
     def join(self, branch: Tensor, residual: Tensor | None, row: Row, keep: Tensor | None) -> Tensor:
         """The residual stream [s, b, h] after ``branch`` has joined it."""
-        if self.branch_bias is not None:
-            branch = branch + self.branch_bias
-        if self.positions is not None:
-            branch = branch + self._positions_of(row)
-        if keep is not None:
-            branch = branch * keep * (1 / (1 - self.dropout))
-        return branch if residual is None else residual + branch
+        positions = None if self.positions is None else self._positions_of(row)
+        return self.kernels.join(branch, self.branch_bias, positions, keep, 1 / (1 - self.dropout), residual)
 
     def join_columns(self, columns: Tensor, residual: Tensor | None, row: Row, keep: Tensor | None) -> Tensor:
         """The same for a branch in column blocks, a view [s, b, c, h/c] of [c, s, b, h/c].
@@ -135,6 +128,6 @@ class NormPart(Part):
     def _accumulate_positions(positions: Parameter, d_branch: Tensor, row: Row) -> None:
         grad: Any = positions.main_grad
         if row.position_ids is None:
-            grad[row.start : row.start + row.length].add_(d_branch.sum(1))
+            grad[row.start : row.start + row.length].add_(d_branch.sum(1, dtype=grad.dtype))
         else:
             grad.index_add_(0, row.position_ids.flatten(), d_branch.flatten(0, 1).to(grad.dtype))

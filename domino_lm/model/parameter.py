@@ -56,6 +56,12 @@ class ParameterSpec:
         return torch.cat(ordered, self.shard_dim)
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """PyTorch's type of a name: float32, bfloat16, float16, float64."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 class Parameter(torch.nn.Parameter):
     """A local weight with its `ParameterSpec`; ``main_grad`` is set by `GradientBuckets`."""
 

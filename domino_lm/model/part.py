@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from domino_lm.model.batch import Row, RowContext
-from domino_lm.model.linear import accumulate_bias_grad, accumulate_wgrad, dgrad, gemm, product
+from domino_lm.model.kernels import PYTORCH, Kernels
+from domino_lm.model.linear import accumulate_bias_grad, gemm
 from domino_lm.model.parameter import Parameter
 from domino_lm.parallel.collectives import Communicator, CopyToShards, ReduceFromShards
 
@@ -23,6 +24,7 @@ class Part:
     forward_collective: str | None = None
     backward_collective: str | None = None
     couples_tokens: bool = False
+    kernels: Kernels = PYTORCH
 
     def parameters(self) -> Iterator[Parameter]:
         """The part's weights, in the order in which they were given to it."""
@@ -54,7 +56,7 @@ class ShardedPart(Part, ABC):
     def body(self, x: Tensor, ctx: RowContext) -> Tensor:
         """First GEMM and core of ``x`` [s, b, h]: [s, b, m/t]. Keeps what backward needs."""
         ctx.x = x
-        return self._record(gemm(x, self.w_in, self.b_in), ctx)
+        return self._record(self.kernels.linear.forward(x, self.w_in, self.b_in), ctx)
 
     def _record(self, h: Tensor, ctx: RowContext) -> Tensor:
         """Run the core on ``h`` [s, b, n/t] as a leaf, keep its graph, and return its output [s, b, m/t] without one."""
@@ -81,7 +83,7 @@ class ShardedPart(Part, ABC):
 
     def tail(self, mid: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
         """Second GEMM for the output ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
-        return product(mid, self.w_out[columns].t(), out)
+        return self.kernels.linear.forward_columns(mid, self.w_out, columns, out)
 
     def body_grad(self, dy: Tensor, ctx: RowContext) -> Tensor:
         """From the gradient [s, b, h] of the reduced output to that of the first GEMM's output [s, b, n/t].
@@ -90,7 +92,7 @@ class ShardedPart(Part, ABC):
         """
         h, out = ctx.saved
         own = self.core_parameters()
-        dh, *d_own = ctx.backward(out, dgrad(dy, self.w_out), [h, *own])
+        dh, *d_own = ctx.backward(out, self.kernels.linear.dgrad(dy, self.w_out), [h, *own])
         for parameter, grad in zip(own, d_own, strict=True):
             parameter.main_grad.add_(grad)
         ctx.saved = (out.detach(), dy)
@@ -103,14 +105,14 @@ class ShardedPart(Part, ABC):
 
     def tail_grad(self, dh: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
         """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
-        return product(dh, self.w_in[:, columns], out)
+        return self.kernels.linear.dgrad_columns(dh, self.w_in, columns, out)
 
     def wgrad(self, contexts: Sequence[RowContext], dh: Sequence[Tensor]) -> None:
         """Accumulate both weights' gradients and the first bias's, of all given rows in one GEMM each."""
         mid, dy = (_join_rows(tensors) for tensors in zip(*(ctx.saved for ctx in contexts), strict=True))
         dh_rows = _join_rows(dh)
-        accumulate_wgrad(self.w_out, dy, mid)
-        accumulate_wgrad(self.w_in, dh_rows, _join_rows([input_of(ctx) for ctx in contexts]))
+        self.kernels.linear.accumulate_wgrad(self.w_out, dy, mid)
+        self.kernels.linear.accumulate_wgrad(self.w_in, dh_rows, _join_rows([input_of(ctx) for ctx in contexts]))
         if self.b_in is not None:
             accumulate_bias_grad(self.b_in, dh_rows)
 

@@ -64,7 +64,12 @@ def build_stack(
     device: torch.device = torch.device("cpu"),  # noqa: B008
 ) -> Stack:
     """The GPT or LLaMA that ``model`` describes, as ``tp.rank`` holds it, with initial weights from ``seed``."""
-    return _Builder(model, ParameterFactory(tp, seed, dtype, device)).stack()
+    return stack_of(model, ParameterFactory(tp, seed, dtype, device))
+
+
+def stack_of(model: ModelConfig, factory: ParameterFactory) -> Stack:
+    """The same from parameters that ``factory`` makes."""
+    return _Builder(model, factory).stack()
 
 
 class _Builder:
@@ -77,7 +82,8 @@ class _Builder:
         self.output_std = model.init_method_std / math.sqrt(2 * model.num_layers)
         self.rotation = None
         if model.position_embedding_type == "rope":
-            self.rotation = rotation_table(model.seq_length, model.head_width, model.rotary_base, factory.dtype, factory.device)
+            factor = model.rope_scaling_factor if model.use_rope_scaling else None
+            self.rotation = rotation_table(model.seq_length, model.head_width, model.rotary_base, factory.dtype, factory.device, factor)
 
     def stack(self) -> Stack:
         model = self.model

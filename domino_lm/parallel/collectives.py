@@ -13,12 +13,16 @@ from torch import Tensor
 class Pending:
     """A collective in flight. Owns its buffer until `wait`, which may be called once."""
 
-    __slots__ = ("_buffer", "_finish", "_work")
+    __slots__ = ("_buffer", "_finish", "_source", "_work")
 
-    def __init__(self, buffer: Tensor, work: dist.Work | None, finish: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, buffer: Tensor, work: dist.Work | None, finish: Callable[[Tensor], Tensor] | None = None, source: Tensor | None = None
+    ) -> None:
+        """``source`` is what a GPU still reads while the collective travels, where that is not the buffer."""
         self._buffer: Tensor | None = buffer
         self._work = work
         self._finish = finish
+        self._source = source if source is not None and source.is_cuda else None  # gloo holds its own reference
 
     @property
     def size_bytes(self) -> int:
@@ -36,15 +40,20 @@ class Pending:
         assert self._buffer is not None, "a collective is redeemed once"
         if self._work is not None:
             self._work.wait()
-        buffer, self._buffer, self._work = self._buffer, None, None
+        buffer, self._buffer, self._work, self._source = self._buffer, None, None, None
         return buffer if self._finish is None else self._finish(buffer)
 
     def then(self, finish: Callable[[Tensor], Tensor]) -> None:
         """Have the wait hand over ``finish`` of the buffer, which must cost nothing or belong to the collective."""
         self._finish = finish
 
+    def block_current_stream(self) -> None:
+        """Order the current stream after the collective, which stays in flight: for a stream that looks on."""
+        if self._work is not None:
+            self._work.wait()
+
     def on_completion(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` from the backend's thread when the transfer has ended, or now where there is none."""
+        """Call ``callback`` from gloo's thread when the transfer has ended, or now where there is none."""
         if self._work is None:
             callback()
         else:
@@ -91,7 +100,7 @@ class Communicator:
         gathered = tensor.new_empty((self.size * tensor.numel(),))
         gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor  # renamed in 2.13
         work = gather(gathered, tensor.view(-1), group=self.group, async_op=True)
-        return Pending(gathered.view(self.size, *tensor.shape), work)
+        return Pending(gathered.view(self.size, *tensor.shape), work, source=tensor)
 
     def all_gather_tokens_start(self, tensor: Tensor) -> Pending:
         """Begin to gather every rank's share [s / size, ...] of the tokens into [s, ...]."""
@@ -99,8 +108,18 @@ class Communicator:
         pending.then(lambda gathered: gathered.flatten(0, 1))
         return pending
 
-    def reduce_scatter_start(self, tensor: Tensor) -> Pending:
+    def all_gather_in_place_start(self, tensor: Tensor) -> Pending:
+        """Begin to replace each share of ``tensor`` [n], n a multiple of the size, by that of the rank whose number it has."""
+        if self.size == 1:
+            return Pending(tensor, None)
+        assert tensor.is_contiguous(), f"a collective needs a contiguous buffer, not strides {tensor.stride()}"
+        gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor  # renamed in 2.13
+        return Pending(tensor, gather(tensor, tensor.view(self.size, -1)[self.rank], group=self.group, async_op=True))
+
+    def reduce_scatter_start(self, tensor: Tensor, out: Tensor | None = None) -> Pending:
         """Begin to sum ``tensor`` [n, ...] over the group; rank r receives its r-th share [n / size, ...] of the sum.
+
+        ``out`` takes the share where it is given; it may be the share's own place in ``tensor``.
 
         gloo's own reduce-scatter moves the bytes of an all-reduce, so there the shares are exchanged and summed at the wait.
         """
@@ -111,10 +130,10 @@ class Communicator:
         if dist.get_backend(self.group) == "gloo":
             received = torch.empty_like(shares)
             work = dist.all_to_all_single(received, shares, group=self.group, async_op=True)
-            return Pending(received, work, lambda pieces: pieces.sum(0))
+            return Pending(received, work, lambda pieces: torch.sum(pieces, 0, out=out))
         scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor  # renamed in 2.13
-        share = torch.empty_like(shares[0])
-        return Pending(share, scatter(share, tensor, group=self.group, async_op=True))
+        share = torch.empty_like(shares[0]) if out is None else out
+        return Pending(share, scatter(share, tensor, group=self.group, async_op=True), source=tensor)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The value that rank ``source`` of the group holds."""

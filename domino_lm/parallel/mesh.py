@@ -6,11 +6,13 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from domino_lm.config import ConfigError, ParallelConfig
+from domino_lm.kernel_config import KernelConfig
 from domino_lm.parallel.collectives import Communicator
 
 
@@ -24,14 +26,17 @@ class ParallelMesh:
     device: torch.device
 
     @classmethod
-    def create(cls, parallel: ParallelConfig, device: torch.device | None = None) -> ParallelMesh:
+    def create(cls, parallel: ParallelConfig, device: torch.device | None = None, kernels: KernelConfig | None = None) -> ParallelMesh:
         """Join the ranks that torchrun started, or stand alone as one plain process.
 
         Reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``. Rank r is tensor-parallel rank ``r % t`` of replica ``r // t``.
-        Raises ConfigError where t does not divide the number of ranks.
+        ``kernels`` says how NCCL's kernels share the GPU. Raises ConfigError where t does not divide the number of ranks.
         """
+        kernels = kernels or KernelConfig()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         check_layout(parallel, world_size)
+        if kernels.cuda_device_max_connections is not None:  # read once, when the first context is made
+            os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(kernels.cuda_device_max_connections)
         device = device if device is not None else default_device()
         if world_size == 1:
             return cls.single(device)
@@ -39,16 +44,21 @@ class ParallelMesh:
             torch.cuda.set_device(device)
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        dist.init_process_group(backend, timeout=timeout)
-        return cls.from_world(parallel.tensor_model_parallel_size, device, timeout)
+        dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
+        return cls.from_world(parallel.tensor_model_parallel_size, device, timeout, kernels if backend == "nccl" else None)
 
     @classmethod
-    def from_world(cls, tp_size: int, device: torch.device, timeout: timedelta | None = None) -> ParallelMesh:
-        """Cut the process group that torch.distributed already has into TP groups of ``tp_size`` and DP groups across them."""
+    def from_world(
+        cls, tp_size: int, device: torch.device, timeout: timedelta | None = None, nccl: KernelConfig | None = None
+    ) -> ParallelMesh:
+        """Cut the process group that torch.distributed already has into TP groups of ``tp_size`` and DP groups across them.
+
+        ``nccl`` holds what its groups of NCCL are made with, where they are to be of NCCL.
+        """
         rank, size = dist.get_rank(), dist.get_world_size()
         grid = torch.arange(size).view(size // tp_size, tp_size)  # [dp, tp]
-        tp = _join(grid.tolist(), rank, timeout)
-        dp = _join(grid.t().tolist(), rank, timeout)
+        tp = _join(grid.tolist(), rank, timeout, _nccl_options(nccl, "tp"))
+        dp = _join(grid.t().tolist(), rank, timeout, _nccl_options(nccl, "dp"))
         return cls(Communicator(rank, size, dist.group.WORLD), tp, dp, device)
 
     @classmethod
@@ -93,11 +103,35 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _join(groups: list[list[int]], rank: int, timeout: timedelta | None) -> Communicator:
+def _nccl_options(nccl: KernelConfig | None, group: str) -> Any:
+    """Options of one group, or None where all are NCCL's own."""
+    if nccl is None or (group not in nccl.high_priority_stream_groups and nccl.nccl_max_ctas is None):
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=group in nccl.high_priority_stream_groups)
+    if nccl.nccl_max_ctas is not None:
+        options.config.min_ctas, options.config.max_ctas = 1, nccl.nccl_max_ctas
+    return options
+
+
+def _fresh_store(timeout: timedelta) -> dict[str, Any]:
+    """Where the ranks of a single node meet after torchrun has restarted them: apart from the addresses of those that died.
+
+    torchrun keeps one store over all restarts, in which gloo would find them. With several nodes the count of restarts is
+    not the same on all, and the store is PyTorch's matter.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    apart = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
+    return {"store": apart, "rank": rank, "world_size": size}
+
+
+def _join(groups: list[list[int]], rank: int, timeout: timedelta | None, options: Any = None) -> Communicator:
     """Create every group, as each rank must, and return the one that holds ``rank``."""
     mine = Communicator.single()
     for ranks in groups:
-        group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
+        group = dist.new_group(ranks, timeout=timeout, pg_options=options) if len(ranks) > 1 else None
         if rank in ranks:
             mine = Communicator(ranks.index(rank), len(ranks), group)
     return mine

@@ -12,13 +12,14 @@ from typing import NamedTuple
 from domino_lm.config import ModelConfig
 from domino_lm.schedule.hardware import CoreAttention, Gemm, Hardware, Pass
 from domino_lm.schedule.links import Group, Transfer
-from domino_lm.schedule.ops import ALL_ROWS, DP_LINK, Kind, Op, Slicing
+from domino_lm.schedule.ops import ALL_ROWS, DP_LINK, Kind, Op, Slicing, is_gather
 from domino_lm.schedule.plan import Plan
 
 STATISTICS_BYTES = 3 * 4
 """A token's maximum, sum of exponentials and target logit, in fp32."""
 
 MAIN_GRAD_BYTES = 4
+FP32_BYTES = 4
 STEP_BYTES = 32
 """AdamW for one parameter: gradient, master weight and two moments read, three written, the weight written, in fp32."""
 
@@ -65,7 +66,14 @@ class PartShape(NamedTuple):
     """A replicated part computed again from the residual stream that it keeps."""
 
     kept_per_token: int = 0
-    """Bytes a token that a part without recomputation keeps for backward, beside the input and the output of its core."""
+    """Bytes a token that a part without recomputation keeps for backward, beside the input and the output of its core; of the head,
+    what it keeps until the loss."""
+
+    graph_per_token: int = 0
+    """Bytes a token that autograd keeps besides, which backward of the part frees and recompute builds again."""
+
+    backward_per_token: int = 0
+    """Bytes a token that backward of the core has in hand at once, the result included."""
 
     parameters: int = 0
     """Weights of this rank whose gradients this part owns (a tied table counts where it first occurs)."""
@@ -106,6 +114,11 @@ class Shapes:
     slicing: Slicing
     element_bytes: int
     tensor_parallel: int
+    exchanged_scatter: bool = False
+    """Whether a reduce-scatter receives all shares beside those that it sends, as gloo's does."""
+
+    data_parallel: int = 1
+    """Ranks that the optimizer's work is shared out over, where the plan shares it."""
 
     @property
     def replicas_share(self) -> int:
@@ -116,6 +129,15 @@ class Shapes:
     def parameters(self) -> int:
         """Weights on one rank."""
         return sum(part.parameters for part in self.parts)
+
+    @property
+    def updated(self) -> float:
+        """Weights that one rank updates."""
+        return self.parameters / (self.data_parallel if self.slicing.sharded else 1)
+
+    def bucket_elements(self, bucket: int) -> float:
+        """Weights in a gradient bucket; where several share a part's, the shares are taken as equal."""
+        return sum(self.parts[part].parameters / len(self.slicing.buckets_of(part)) for part in self.slicing.buckets[bucket])
 
 
 class Work(NamedTuple):
@@ -145,15 +167,25 @@ class Work(NamedTuple):
         return kernels + (self.attention is not None) + bool(self.collective)
 
 
-def shapes_of(model: ModelConfig, plan: Plan, tensor_parallel: int, hardware: Hardware, micro_batch_size: int) -> Shapes:
-    """Shape records of ``plan`` on one of ``tensor_parallel`` ranks."""
+def shapes_of(
+    model: ModelConfig, plan: Plan, tensor_parallel: int, hardware: Hardware, micro_batch_size: int, data_parallel: int = 1
+) -> Shapes:
+    """Shape records of ``plan`` on one of ``tensor_parallel`` x ``data_parallel`` ranks."""
     sizes = plan.slicing.row_sizes
     if plan.slicing.sequence_rows:
         offsets = [sum(sizes[:row]) for row in range(len(sizes))]
         rows = tuple(RowShape(micro_batch_size, size, offset) for size, offset in zip(sizes, offsets, strict=True))
     else:
         rows = tuple(RowShape(size, model.seq_length) for size in sizes)
-    return Shapes(model_parts(model, tensor_parallel, hardware), rows, plan.slicing, hardware.element_bytes, tensor_parallel)
+    return Shapes(
+        model_parts(model, tensor_parallel, hardware),
+        rows,
+        plan.slicing,
+        hardware.element_bytes,
+        tensor_parallel,
+        hardware.composes_kernels,
+        data_parallel,
+    )
 
 
 def model_parts(model: ModelConfig, tensor_parallel: int, hardware: Hardware) -> tuple[PartShape, ...]:
@@ -181,12 +213,16 @@ def _norm(model: ModelConfig, hardware: Hardware) -> PartShape:
         forward = Traffic("join", joins * unit, 1 + bias + 2 * dropout), Traffic("norm", 2 * unit)
         backward = Traffic("norm_grad", 3 * unit, 2), Traffic("join_grad", returns * unit, 1 + bias + dropout)
     weights = model.hidden_size * (1 + (model.normalization == "LayerNorm") + bias)
+    composed = 0
+    if hardware.composes_kernels and model.normalization == "RMSNorm":  # the normalised stream in fp32, of narrower ones the stream too
+        composed = FP32_BYTES * model.hidden_size * (1 + (hardware.element_bytes < FP32_BYTES))
     return PartShape(
         model.hidden_size,
         core_forward=forward,
         core_backward=backward,
         rebuild=(Traffic("norm", 2 * unit),),
-        kept_per_token=model.hidden_size if dropout else 0,  # a byte of mask
+        kept_per_token=model.hidden_size * dropout,  # a byte of mask
+        graph_per_token=composed,
         parameters=weights,
     )
 
@@ -200,18 +236,30 @@ def _attention(model: ModelConfig, t: int, hardware: Hardware) -> PartShape:
     rotate = (Traffic("rotate", rotated if hardware.fused else 3 * rotated, 2 if hardware.fused else 10),)
     turn = rotate if model.position_embedding_type == "rope" else ()
     layout = () if hardware.fused else (Traffic("layout", 2 * (inner + mid) * size, 3),)
+    explicit = model.attention_dropout > 0
     return PartShape(
         hidden=model.hidden_size,
         inner=inner,
         mid=mid,
         attention_width=mid,
-        explicit_heads=mid // width if model.attention_dropout > 0 else 0,
+        explicit_heads=mid // width if explicit else 0,
         core_forward=turn + layout,
         core_backward=turn + layout,
+        graph_per_token=_copied_heads(mid, grouped, bool(turn), explicit, hardware) * size,
+        backward_per_token=(5 * mid if turn else mid + 2 * inner) * size,
         parameters=(inner + mid) * model.hidden_size + inner * model.add_bias_linear,
         wgrad_columns=(inner + mid) * model.hidden_size,
         wgrad=_bias_grad(inner, model, size),
     )
+
+
+def _copied_heads(mid: int, grouped: int, turned: bool, explicit: bool, hardware: Hardware) -> int:
+    """Width of what autograd keeps beside the first GEMM's output: heads turned by RoPE, repeated, or copied to form the scores."""
+    if explicit:
+        return 3 * mid
+    if hardware.composes_kernels and grouped < mid:
+        return (3 if turned else 2) * mid
+    return mid + grouped if turned and not hardware.fused else 0
 
 
 def _mlp(model: ModelConfig, t: int, hardware: Hardware) -> PartShape:
@@ -225,6 +273,8 @@ def _mlp(model: ModelConfig, t: int, hardware: Hardware) -> PartShape:
         mid=mid,
         core_forward=(Traffic(name, (inner + mid) * size, kernels),),
         core_backward=(Traffic(f"{name}_grad", (2 * inner + mid) * size, kernels),),
+        graph_per_token=0 if hardware.fused or not model.swiglu else mid * size,  # silu(gate)
+        backward_per_token=(4 * mid if model.swiglu else mid + inner) * size,
         parameters=(inner + mid) * model.hidden_size + inner * model.add_bias_linear,
         wgrad_columns=(inner + mid) * model.hidden_size,
         wgrad=_bias_grad(inner, model, size),
@@ -323,18 +373,13 @@ def _local_cost(op: Op, part: PartShape, tokens: float, shapes: Shapes) -> Work:
 
 
 def _step_cost(op: Op, shapes: Shapes) -> Work:
-    """A bucket's reduction, or the optimizer's step."""
+    """A bucket's reduction, the gather of its updated parameters, or the optimizer's step."""
     if op.kind is Kind.START:
-        elements = sum(shapes.parts[part].parameters / _buckets_of(part, shapes) for part in shapes.slicing.buckets[op.part])
-        return Work(collective=op.collective, transfer_bytes=elements * MAIN_GRAD_BYTES, link=op.lane)
+        size = shapes.element_bytes if is_gather(op) else MAIN_GRAD_BYTES
+        return Work(collective=op.collective, transfer_bytes=shapes.bucket_elements(op.part) * size, link=op.lane)
     if op.kind is Kind.STEP:
-        return Work(passes=(Pass("step", shapes.parameters * STEP_BYTES, 10),))
+        return Work(passes=(Pass("step", shapes.updated * STEP_BYTES, 10),))
     raise ValueError(f"{op} has no cost: {op.kind} does not exist in phase S")
-
-
-def _buckets_of(part: int, shapes: Shapes) -> int:
-    """Buckets that share a part's parameters; the shares are taken as equal."""
-    return sum(part in bucket for bucket in shapes.slicing.buckets)
 
 
 def _wgrad_cost(part: PartShape, tokens: int, joined: bool, size: int) -> Work:

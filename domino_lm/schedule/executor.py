@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from domino_lm.model.batch import MicroBatch, Row, RowContext
+from domino_lm.model.part import ShardedPart
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.collectives import Pending
-from domino_lm.parallel.grads import GradientBuckets
+from domino_lm.parallel.grads import Bucket, GradientBuckets
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import DropoutKey
-from domino_lm.schedule.ops import COMPUTE, Kind, Op, Value, dataflow
+from domino_lm.schedule.ops import Kind, Op, Value, dataflow, is_gather
 from domino_lm.schedule.passes import step_templates
 from domino_lm.schedule.plan import Plan
-from domino_lm.schedule.timeline import Span
+from domino_lm.schedule.recorder import AnyRecorder
 from domino_lm.schedule.validate import validate
 
 NEIGHBOURS = 2
@@ -43,30 +42,12 @@ class StepLoss(NamedTuple):
     tokens: Tensor  # [] how many those were
 
 
-@dataclass
-class Recorder:
-    """Collects the spans of one step: ops by host time, collectives from start to completion."""
-
-    spans: list[Span] = field(default_factory=list)
-
-    @contextmanager
-    def watch(self, op: Op) -> Iterator[None]:
-        """Time one op on the compute lane."""
-        start_s = time.perf_counter()
-        yield
-        self.spans.append(Span(str(op), COMPUTE, start_s, time.perf_counter()))
-
-    def follow(self, op: Op, pending: Pending) -> None:
-        """Note when a started collective completes, on its link's lane."""
-        start_s, size_bytes = time.perf_counter(), pending.size_bytes
-        pending.on_completion(lambda: self.spans.append(Span(str(op), op.lane, start_s, time.perf_counter(), size_bytes)))
-
-
 class Executor:
     """Runs whole steps of one validated plan; every rank must hold the same plan.
 
-    ``on_step`` is the STEP op: it finds reduced gradients in ``main_grad``. The objective is the mean of micro-batch
-    means, or with ``per_token_loss`` the mean over all tokens of the global batch. Raises PlanError on an unsound plan.
+    ``on_step`` is the STEP op: it finds reduced gradients in ``main_grad``, or in the buckets' shards. The objective is the mean of micro-batch
+    means, or with ``per_token_loss`` the mean over all tokens of the global batch; gradients are those of the objective
+    times ``loss_scale`` [], which is read at each step's start. Raises PlanError on an unsound plan.
     """
 
     def __init__(
@@ -79,13 +60,16 @@ class Executor:
         *,
         seed: int = 0,
         per_token_loss: bool = False,
+        loss_scale: Tensor | None = None,
     ) -> None:
         validate(plan)
         self.plan = plan
         self.mesh = mesh
         self.gradients = gradients
         self.per_token_loss = per_token_loss
+        self._loss_scale = loss_scale
         self._parts: Sequence[Any] = stack.parts
+        self._kernels = stack.embedding.kernels
         self._on_step = on_step
         self._seed = seed
         self._step = torch.zeros((), dtype=torch.int64, device=mesh.device)
@@ -93,33 +77,45 @@ class Executor:
         self._rows: dict[int, list[Row]] = {}
         self._shards: dict[int, list[Row]] = {}
         self._row_losses: list[Tensor] = []
-        self._recorder: Recorder | None = None
+        self._recorder: AnyRecorder | None = None
         self._slots: dict[Value, int] = {}
+        self._gathers: dict[int, Pending] = {}
         self._steps: dict[int, list[list[BoundOp]]] = {}
 
     @torch.no_grad()
-    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: Recorder | None = None) -> StepLoss:
+    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: AnyRecorder | None = None) -> StepLoss:
         """Forward and backward of every micro-batch, gradient reduction, optimizer.
 
         ``iteration`` seeds dropout together with the run's seed. The host waits for nothing that a device computes.
         """
+        self._kernels.begin_step()
         self.gradients.zero_()
         self._step.fill_(iteration)
         self._recorder = recorder
         self._row_losses = []
         tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches])  # [micro-batches]
-        weights = self._loss_weights(tokens)
+        weights = self._loss_weights(tokens) if self._loss_scale is None else self._loss_weights(tokens) * self._loss_scale
         templates = self._bound_templates(len(micro_batches))
         values: list[Any] = [None] * len(self._slots)
         for index, template in enumerate(templates):
-            if index < len(micro_batches):
-                self._cut(micro_batches[index], index % 2 if self.plan.paired else 0, weights[index])
-            self._run(template, values)
+            batch, weight = (micro_batches[index], weights[index]) if index < len(micro_batches) else (None, None)
+            self._pass(template, values, batch, index % 2 if self.plan.paired else 0, weight)
         return StepLoss(self.loss_sum(), tokens.sum())
+
+    def complete_gathers(self) -> None:
+        """Wait for parameters that the last step has left travelling. Weights must not be read or written outside a step before."""
+        for bucket in list(self._gathers):
+            self._gathers.pop(bucket).wait()
 
     def loss_sum(self) -> Tensor:
         """Summed token losses of the micro-batches so far, 0-d; in the STEP op those of the whole step on this rank."""
         return torch.stack(self._row_losses).sum()
+
+    def _pass(self, template: list[BoundOp], values: list[Any], batch: MicroBatch | None, micro: int, weight: Tensor | None) -> None:
+        """One pass over a template; ``batch`` is the micro-batch that begins in it, if one does."""
+        if batch is not None and weight is not None:
+            self._cut(batch, micro, weight)
+        self._run(template, values)
 
     def _cut(self, batch: MicroBatch, micro: int, weight: Tensor) -> None:
         """Rows of a micro-batch, and under sequence parallelism this rank's share of each."""
@@ -190,14 +186,16 @@ class Executor:
             reads, writes = flows[position]
             frees = {value for value in (*reads, *writes) if last_use[value] == position and value not in kept}
             slots = [tuple(self._slots[value] for value in values) for values in (reads, writes, frees)]
-            return BoundOp(op, self._bind(op), *slots)
+            call = _acquiring(opened[position], self._bind(op)) if position in opened else self._bind(op)
+            return BoundOp(op, call, *slots)
 
+        opened = self._first_gradients(template)
         return [bound(position, op) for position, op in enumerate(template)]
 
     def _bind(self, op: Op) -> Callable[..., tuple[Any, ...]]:
         """The callable of an op; it takes what `dataflow` says it reads and returns what it writes, in that order."""
         if op.kind is Kind.WAIT:
-            return lambda pending: (pending.wait(),)
+            return self._bind_bucket_wait(op) if op.phase == "S" else lambda pending: (pending.wait(),)
         if op.kind is Kind.STEP:
             return self._finish
         bind = {
@@ -224,13 +222,56 @@ class Executor:
 
         return start
 
+    def _bind_bucket_wait(self, op: Op) -> Callable[..., tuple[Any, ...]]:
+        """A gather may have been started by the step before, or completed since; the first step has none."""
+        bucket = self.gradients.buckets[op.part]
+
+        def arrive(*_: Any) -> tuple[Any, ...]:
+            if op.part in self._gathers:
+                self._gathers.pop(op.part).wait()
+            return (None,)
+
+        def redeem(pending: Pending) -> tuple[Any, ...]:
+            found = pending.wait()
+            if op.collective != "replica_sum":
+                bucket.reduced(found)
+            return (None,)
+
+        return arrive if is_gather(op) else redeem
+
+    def _bucket_launcher(self, op: Op) -> Callable[..., Pending]:
+        """What starts a bucket's collective."""
+        bucket, tp = self.gradients.buckets[op.part], self.mesh.tp
+
+        def gather(*_: Any) -> Pending:
+            self._gathers[op.part] = bucket.gather_start()
+            return self._gathers[op.part]
+
+        if is_gather(op):
+            return gather
+        if op.collective == "replica_sum":
+            return lambda *_: tp.all_reduce_start(bucket.flat)
+        return lambda *_: bucket.reduce_start()
+
+    def _first_gradients(self, template: Sequence[Op]) -> dict[int, list[Bucket]]:
+        """Buckets whose gradients are kept by shares, at the first op that writes one of their gradients."""
+        found: dict[int, list[Bucket]] = {}
+        open_buckets: set[int] = set()
+        for position, op in enumerate(template if self.gradients.sharding == "optim_grads" else ()):
+            if op.phase == "S" and op.collective == "reduce_scatter" and op.kind is Kind.WAIT:
+                open_buckets.discard(op.part)
+            own = op.kind is Kind.BODY and isinstance(self._parts[op.part], ShardedPart) and self._parts[op.part].core_parameters()
+            if op.phase == "B" and (op.kind in (Kind.LOCAL, Kind.WGRAD) or own):
+                first = set(self.plan.slicing.buckets_of(op.part)) - open_buckets
+                open_buckets |= first
+                found.update({position: [self.gradients.buckets[bucket] for bucket in sorted(first)]} if first else {})
+        return found
+
     def _launcher(self, op: Op) -> Callable[..., Pending]:
         """What starts the op's collective."""
         tp = self.mesh.tp
         if op.phase == "S":
-            flat = self.gradients.buckets[op.part].flat
-            group = tp if op.collective == "replica_sum" else self.mesh.dp
-            return lambda *_: group.all_reduce_start(flat)
+            return self._bucket_launcher(op)
         if op.collective == "gather_input" and op.part not in self.plan.slicing.recompute_full:
             norm = self._parts[op.part - 1]
             return lambda ctx: tp.all_gather_tokens_start(norm.normed(ctx))
@@ -353,7 +394,18 @@ class Executor:
 
     def _finish(self, *_: Any) -> tuple[Any, ...]:
         self._on_step()
-        return ()
+        return (None,) * len(self.gradients.buckets) if self.gradients.sharded else ()
+
+
+def _acquiring(buckets: Sequence[Bucket], call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """``call`` behind memory for the gradients that it is the first to write."""
+
+    def acquired(*reads: Any) -> tuple[Any, ...]:
+        for bucket in buckets:
+            bucket.acquire()
+        return call(*reads)
+
+    return acquired
 
 
 def _column_view(blocks: Sequence[Tensor]) -> Tensor:

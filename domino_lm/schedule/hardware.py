@@ -170,6 +170,11 @@ class Hardware:
         return isinstance(self.device, MeasuredDevice)
 
     @property
+    def composes_kernels(self) -> bool:
+        """Whether RMSNorm and grouped heads are put together from smaller kernels, which keep their results: PyTorch on CPUs does."""
+        return not self.fused and (self.host_blocks or self.name == "cpu")
+
+    @property
     def op_s(self) -> float:
         """Host time of one op that is part of the compute lane."""
         return self.device.op_s if isinstance(self.device, MeasuredDevice) else 0.0

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from domino_lm.config import Sharding
+
 ALL_ROWS = -1
 COMPUTE, TP_LINK, DP_LINK = "compute", "tp", "dp"
 
@@ -67,8 +69,8 @@ class Op(NamedTuple):
 
 COLLECTIVES = {
     "all_reduce": "sums partial sums over TP ranks, or in phase S a gradient bucket over DP ranks",
-    "reduce_scatter": "the same sum, each rank keeping its share of the tokens (sequence parallelism)",
-    "all_gather": "every rank's share of the tokens, entering a sharded part (sequence parallelism)",
+    "reduce_scatter": "the same sum, each rank keeping its share: of the tokens (sequence parallelism), or of a bucket (distributed optimizer)",
+    "all_gather": "every rank's share: of the tokens, entering a sharded part, or in phase S of a bucket's updated parameters",
     "gather_input": "a part's input once more, for its weight gradient or to recompute it (sequence parallelism)",
     "statistics": "three numbers a token from every rank's piece of the vocabulary",
     "replica_sum": "sums gradients of replicated weights that saw a share of the tokens each (sequence parallelism)",
@@ -159,6 +161,9 @@ class Slicing:
     replica_buckets: frozenset[int] = frozenset()
     """Buckets whose gradients are first summed over TP ranks."""
 
+    sharding: Sharding = "no_shard"
+    """Unless ``no_shard``, each DP rank updates a share of every bucket, and all gather the parameters afterwards."""
+
     @property
     def rows(self) -> int:
         """Pieces each micro-batch is cut into."""
@@ -168,6 +173,11 @@ class Slicing:
     def last(self) -> int:
         """Number of the head."""
         return len(self.chain) - 1
+
+    @property
+    def sharded(self) -> bool:
+        """Whether DP ranks share the optimizer's work out."""
+        return self.sharding != "no_shard"
 
     @property
     def leaving(self) -> str:
@@ -181,6 +191,10 @@ class Slicing:
     def coupled(self, part: int) -> bool:
         """Whether rows of this part depend on each other."""
         return self.sequence_rows and self.chain[part].couples_tokens
+
+    def buckets_of(self, part: int) -> list[int]:
+        """Buckets that hold some of the part's parameters."""
+        return [bucket for bucket, parts in enumerate(self.buckets) if part in parts]
 
 
 Flow = tuple[tuple[Value, ...], tuple[Value, ...]]
@@ -208,6 +222,16 @@ def dataflow(op: Op, slicing: Slicing) -> Flow:
     if flow is None:
         raise ValueError(f"{op} has no meaning: {op.kind} does not exist in phase {op.phase}")
     return flow(op, slicing)
+
+
+def uses_weights(op: Op) -> bool:
+    """Whether ``op`` multiplies with, adds or looks up parameters of its part, so that they must have been gathered."""
+    return op.phase != "S" and op.kind in (Kind.LOCAL, Kind.BODY, Kind.TAIL, Kind.RECOMPUTE)
+
+
+def is_gather(op: Op) -> bool:
+    """Whether ``op`` gathers the updated parameters of a bucket; such ops belong to the step, not to one of its micro-batches."""
+    return op.phase == "S" and op.collective == "all_gather"
 
 
 def _at(op: Op, name: str, phase: str, part: int | None = None, row: int | None = None, col: int = 0) -> Value:
@@ -299,13 +323,20 @@ def _in_flight(op: Op) -> Value:
 
 
 def _step_flow(op: Op, slicing: Slicing) -> Flow:
+    """The step's end: a bucket's gradients are summed (over TP, then DP), updated, and its parameters gathered."""
     bucket = op.part
-    summed = Value("summed", "S", bucket, micro=op.micro)
+    arrived = {"replica_sum": "summed", "all_gather": "weights"}.get(op.collective, "reduced")
     if op.kind is Kind.STEP:
-        return tuple(Value("reduced", "S", b, micro=op.micro) for b in range(len(slicing.buckets))), ()
+        buckets = range(len(slicing.buckets))
+        updated = tuple(Value("updated", "S", b) for b in buckets) if slicing.sharded else ()
+        return tuple(Value("reduced", "S", b, micro=op.micro) for b in buckets), updated
     if op.kind is Kind.WAIT:
-        return (_in_flight(op),), (summed if op.collective == "replica_sum" else Value("reduced", "S", bucket, micro=op.micro),)
+        return (_in_flight(op),), (Value(arrived, "S", bucket, micro=op.micro),)
     if op.kind is not Kind.START:
         raise ValueError(f"{op} has no meaning: {op.kind} does not exist in phase S")
-    grads = tuple(Value("grad", "B", part, row, micro=op.micro) for part in sorted(slicing.buckets[bucket]) for row in range(slicing.rows))
-    return (summed,) if bucket in slicing.replica_buckets and op.collective != "replica_sum" else grads, (_in_flight(op),)
+    if is_gather(op):
+        return (Value("updated", "S", bucket),), (_in_flight(op),)
+    if bucket in slicing.replica_buckets and op.collective != "replica_sum":
+        return (Value("summed", "S", bucket, micro=op.micro),), (_in_flight(op),)
+    parts = sorted(slicing.buckets[bucket])
+    return tuple(Value("grad", "B", part, row, micro=op.micro) for part in parts for row in range(slicing.rows)), (_in_flight(op),)

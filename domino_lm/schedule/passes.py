@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from domino_lm.schedule.ops import ALL_ROWS, Kind, Op
+from domino_lm.config import Sharding
+from domino_lm.schedule.ops import ALL_ROWS, Kind, Op, is_gather, uses_weights
 from domino_lm.schedule.plan import Plan, in_issue_order, interleave
 
 
@@ -95,43 +96,97 @@ def last_writers(plan: Plan) -> dict[int, int]:
     return {op.part: i for i, op in enumerate(plan.ops) if op.phase == "B" and op.kind in writes_gradient}
 
 
-def reduce_gradients(plan: Plan, buckets: Sequence[Iterable[int]], overlap: bool = True, replica_buckets: Iterable[int] = ()) -> Plan:
+def reduce_gradients(
+    plan: Plan,
+    buckets: Sequence[Iterable[int]],
+    overlap: bool = True,
+    replica_buckets: Iterable[int] = (),
+    sharding: Sharding = "no_shard",
+) -> Plan:
     """Reduce each gradient bucket over data-parallel ranks, then step.
 
     ``buckets[i]`` names the parts that bucket i holds gradients of. A reduction starts right after the last op that
     writes one of them, or after the whole backward without ``overlap``; buckets must be in the order of those ops.
     ``replica_buckets`` hold gradients that each tensor-parallel rank computed from its share of the tokens; they are
     summed over these ranks first, and must come last.
+
+    Under ``sharding`` each rank receives the sum of its share alone. ``optim_grads`` gives a bucket's memory back once its
+    reduction is redeemed: each reduction before the next one starts, and without ``overlap`` at once.
     """
-    slicing = replace(plan.slicing, buckets=tuple(frozenset(parts) for parts in buckets), replica_buckets=frozenset(replica_buckets))
+    parts_of = tuple(frozenset(parts) for parts in buckets)
+    slicing = replace(plan.slicing, buckets=parts_of, replica_buckets=frozenset(replica_buckets), sharding=sharding)
     writers = last_writers(plan)
     ready = [max(writers[part] for part in parts) for parts in slicing.buckets]
     in_backward = [after for bucket, after in enumerate(ready) if bucket not in slicing.replica_buckets]
     assert in_backward == sorted(in_backward), f"buckets complete in the order {in_backward}; waits must follow the order of starts"
-    start_after = ready if overlap else [len(plan.ops) - 1] * len(ready)
+    freeing, in_flight = sharding == "optim_grads", deque[Op]()
+    start_after = ready if overlap or freeing else [len(plan.ops) - 1] * len(ready)
+
+    def launch(bucket: int) -> Iterator[Op]:
+        start = Op(Kind.START, "S", bucket, ALL_ROWS, collective="reduce_scatter" if slicing.sharded else "all_reduce")
+        if bucket in slicing.replica_buckets:
+            yield start._replace(collective="replica_sum")
+            yield start._replace(collective="replica_sum", kind=Kind.WAIT)
+        if freeing:
+            yield from redeem()
+        yield start
+        in_flight.append(start._replace(kind=Kind.WAIT))
+        if freeing and not overlap:
+            yield from redeem()
+
+    def redeem() -> Iterator[Op]:
+        yield from in_flight
+        in_flight.clear()
 
     def ops() -> Iterator[Op]:
         for position, op in enumerate(plan.ops):
             yield op
             for bucket, after in enumerate(start_after):
                 if after == position and bucket not in slicing.replica_buckets:
-                    yield Op(Kind.START, "S", bucket, ALL_ROWS, micro=micro)
+                    yield from launch(bucket)
         for bucket in sorted(slicing.replica_buckets):
-            summed = Op(Kind.START, "S", bucket, ALL_ROWS, micro=micro, collective="replica_sum")
-            yield summed
-            yield summed._replace(kind=Kind.WAIT)
-            yield Op(Kind.START, "S", bucket, ALL_ROWS, micro=micro)
-        for bucket in range(len(ready)):
-            yield Op(Kind.WAIT, "S", bucket, ALL_ROWS, micro=micro)
-        yield Op(Kind.STEP, "S", 0, ALL_ROWS, micro=micro)
+            yield from launch(bucket)
+        yield from redeem()
+        yield Op(Kind.STEP, "S", 0, ALL_ROWS)
 
-    micro = 0
     return Plan(tuple(ops()), slicing, plan.paired)
 
 
-def without_reduction(plan: Plan) -> Plan:
-    """The same micro-batch as one that is not the step's last: no data-parallel reduction, no optimizer."""
-    return plan.with_ops(op for op in plan.ops if op.phase != "S")
+def gather_parameters(plan: Plan, overlap: bool = False) -> Plan:
+    """Gather each bucket's updated parameters after the step, in the order in which forward needs them.
+
+    With ``overlap`` the gathers travel behind the next step's forward, which waits for each right before the first op
+    that uses parameters of the bucket; without, nothing follows before all have arrived.
+    """
+    assert plan.slicing.sharded, "only what ranks have updated by shares is gathered"
+    first_use: dict[int, int] = {}
+    for position, op in enumerate(plan.ops):
+        for bucket in plan.slicing.buckets_of(op.part) if uses_weights(op) else ():
+            first_use.setdefault(bucket, position)
+    starts = [Op(Kind.START, "S", bucket, ALL_ROWS, collective="all_gather") for bucket in sorted(first_use, key=first_use.__getitem__)]
+    waits = [start._replace(kind=Kind.WAIT) for start in starts]
+    if not overlap:
+        return plan.with_ops([*plan.ops, *starts, *waits])
+
+    def ops() -> Iterator[Op]:
+        for position, op in enumerate(plan.ops):
+            yield from (wait for wait in waits if first_use[wait.part] == position)
+            yield op
+        yield from starts
+
+    return plan.with_ops(ops())
+
+
+def micro_batch(plan: Plan, *, first: bool = False, last: bool = False) -> tuple[Op, ...]:
+    """Ops of one micro-batch of a step.
+
+    The ``first`` one waits for parameters that the step before has left travelling; the ``last`` one ends the step. Only
+    the last reduces gradients over data-parallel ranks, unless these keep shares of them.
+    """
+    step = next((position for position, op in enumerate(plan.ops) if op.kind is Kind.STEP), len(plan.ops))
+    reduces = last or plan.slicing.sharding == "optim_grads"
+    kept = [op for op in plan.ops[:step] if (first if is_gather(op) else reduces or op.phase != "S")]
+    return (*kept, *(plan.ops[step:] if last else ()))
 
 
 def pair_micro_batches(plan: Plan) -> Plan:
@@ -149,18 +204,29 @@ def step_templates(plan: Plan, micro_batches: int) -> list[tuple[Op, ...]]:
     forward; backward of one micro-batch in turn with forward of the next, their coordinates alternating between 0 and
     1; the last backward and the step's end.
     """
-    inner = without_reduction(plan).ops
-    if not plan.paired or micro_batches == 1:
-        return [inner] * (micro_batches - 1) + [plan.ops]
-    forward = [op for op in inner if op.phase == "F"]
-    backward, end = [op for op in inner if op.phase == "B"], [op for op in plan.ops if op.phase != "F"]
+    first, inner, last = micro_batch(plan, first=True), micro_batch(plan), micro_batch(plan, last=True)
+    if micro_batches == 1:
+        return [micro_batch(plan, first=True, last=True)]
+    if not plan.paired:
+        return [first, *[inner] * (micro_batches - 2), last]
+    opening = tuple(op for op in first if op.phase == "F" or is_gather(op))
+    forward, backward, end = (
+        [op for op in ops if (op.phase == "F") is wanted] for ops, wanted in ((inner, True), (inner, False), (last, False))
+    )
 
     def of(ops: Sequence[Op], micro: int) -> list[Op]:
-        return [op._replace(micro=micro % 2) for op in ops]
+        return [op if is_gather(op) else op._replace(micro=micro % 2) for op in ops]
 
     pairs = [
         tuple(in_issue_order(interleave(of(backward, micro - 1), of(forward, micro)), plan.slicing))
         for micro in range(1, min(micro_batches, 3))
     ]
     steady = [pairs[(micro - 1) % 2] for micro in range(1, micro_batches)]
-    return [tuple(forward), *steady, tuple(of(end, micro_batches - 1))]
+    return [opening, *steady, tuple(of(end, micro_batches - 1))]
+
+
+def steady_state(ops: Sequence[Op]) -> list[Op]:
+    """A step as it repeats, for one that is looked at alone: gathers that travel on behind the next step's forward set out before it."""
+    step = next((position for position, op in enumerate(ops) if op.kind is Kind.STEP), len(ops))
+    redeemed_later = {op._replace(kind=Kind.START) for op in ops[:step] if is_gather(op)}
+    return [*(op for op in ops[step:] if op in redeemed_later), *(op for op in ops if op not in redeemed_later)]

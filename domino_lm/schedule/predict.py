@@ -15,7 +15,7 @@ from domino_lm.schedule.costs import Shapes, shapes_of
 from domino_lm.schedule.hardware import Hardware
 from domino_lm.schedule.memory import Memory, memory_of
 from domino_lm.schedule.ops import TP_LINK, transformer_chain
-from domino_lm.schedule.passes import last_writers, reduce_gradients, serialize, step_templates
+from domino_lm.schedule.passes import gather_parameters, last_writers, reduce_gradients, serialize, steady_state, step_templates
 from domino_lm.schedule.plan import Plan
 from domino_lm.schedule.simulator import Simulation, simulate
 
@@ -172,18 +172,26 @@ def predict(
     overlap_grad_reduce: bool = True,
 ) -> Prediction:
     """Simulate one step; collectives on the links in ``free`` take no time. Raises ConfigError where it cannot be cut so."""
-    body = schedule.plan(setting)
-    shapes = shapes_of(setting.model, body, setting.tensor_parallel, setting.hardware, setting.micro_batch_size)
-    buckets, replica_buckets = bucket_parts(body, shapes, bucket_size or max(40_000_000, 1_000_000 * setting.data_parallel))
-    plan = reduce_gradients(body, buckets, overlap_grad_reduce, replica_buckets)
-    shapes = replace(shapes, slicing=plan.slicing)
+    config = replace(schedule.config, ddp_bucket_size=bucket_size, overlap_grad_reduce=overlap_grad_reduce)
+    plan, shapes = step_plan(setting, replace(schedule, config=config))
     shown = min(setting.micro_batches, 3 if plan.paired else 2)
 
     def run(micro_batches: int) -> Simulation:
-        ops = chain.from_iterable(step_templates(plan, micro_batches))
+        ops = steady_state(list(chain.from_iterable(step_templates(plan, micro_batches))))
         return simulate(plan.with_ops(ops), shapes, setting.hardware, setting.data_parallel, free)
 
     return Prediction(setting, shapes, run(shown), shown, run(shown - 1) if shown > 1 else None)
+
+
+def step_plan(setting: Setting, schedule: Schedule) -> tuple[Plan, Shapes]:
+    """The plan of one micro-batch of ``setting`` with the step's end, its gradients in buckets of whole parts, and what it works on."""
+    body, config, replicas = schedule.plan(setting), schedule.config, setting.data_parallel
+    shapes = shapes_of(setting.model, body, setting.tensor_parallel, setting.hardware, setting.micro_batch_size, replicas)
+    buckets, replica_buckets = bucket_parts(body, shapes, config.ddp_bucket_size or max(40_000_000, 1_000_000 * replicas))
+    sharding = config.sharding if replicas > 1 else "no_shard"
+    plan = reduce_gradients(body, buckets, config.overlap_grad_reduce, replica_buckets, sharding)
+    plan = gather_parameters(plan, config.overlap_param_gather) if plan.slicing.sharded else plan
+    return plan, replace(shapes, slicing=plan.slicing)
 
 
 def optimum(setting: Setting, schedule: Schedule = BASELINE) -> Prediction:
@@ -214,6 +222,8 @@ def bucket_parts(plan: Plan, shapes: Shapes, bucket_size: int) -> tuple[list[fro
             buckets.append(frozenset(open_parts))
             open_parts = []
     buckets += [frozenset(open_parts)] if open_parts else []
+    if not shapes.parts[plan.slicing.last].parameters:  # the head writes into the embedding's table
+        buckets = [parts | {plan.slicing.last} if 0 in parts else parts for parts in buckets]
     return ([*buckets, frozenset(partial)], [len(buckets)]) if partial else (buckets, [])
 
 

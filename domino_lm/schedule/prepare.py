@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import groupby
+
+import torch
 
 from domino_lm.config import ConfigError, ScheduleConfig
 from domino_lm.model.parameter import Parameter
@@ -11,23 +14,32 @@ from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.grads import GradientBuckets, split_into_buckets
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.compose import compute_plan
-from domino_lm.schedule.passes import last_writers, reduce_gradients
+from domino_lm.schedule.passes import gather_parameters, last_writers, reduce_gradients
 from domino_lm.schedule.plan import Plan
 
 
 def prepare_plan(
-    stack: Stack, mesh: ParallelMesh, schedule: ScheduleConfig, micro_batch_size: int, seq_length: int
+    stack: Stack,
+    mesh: ParallelMesh,
+    schedule: ScheduleConfig,
+    micro_batch_size: int,
+    seq_length: int,
+    gradient_dtype: torch.dtype | None = None,
 ) -> tuple[Plan, GradientBuckets]:
     """The plan of one micro-batch and the step's end, with gradient memory allocated in the order that it completes.
 
+    Gradients are in ``gradient_dtype``, by default in fp32, or float64 for float64 models. Under the distributed optimizer
+    parameters move into flat buffers here: views of their memory are to be taken afterwards.
     Raises ConfigError, on every rank, where ranks would run different plans.
     """
     wgrad_rows = schedule.domino_wgrad_rows or ("together" if mesh.device.type == "cuda" else "each")
     plan = compute_plan(stack.parts, schedule, micro_batch_size, seq_length, mesh.tp.size, wgrad_rows)
     bucket_size = schedule.ddp_bucket_size or max(40_000_000, 1_000_000 * mesh.dp.size)
     groups, writers, replica_buckets = _group_by_last_write(stack, plan, bucket_size, mesh.tp.size)
-    gradients = GradientBuckets(groups, mesh.dp.size)
-    plan = reduce_gradients(plan, writers, schedule.overlap_grad_reduce, replica_buckets)
+    gradients = GradientBuckets(groups, mesh.dp, schedule.sharding, gradient_dtype)
+    plan = reduce_gradients(plan, writers, schedule.overlap_grad_reduce, replica_buckets, gradients.sharding)
+    if gradients.sharded:
+        plan = gather_parameters(plan, schedule.overlap_param_gather)
     compare_plans(plan, mesh.world)
     return plan, gradients
 
@@ -55,7 +67,10 @@ def _group_by_last_write(
     stack: Stack, plan: Plan, bucket_size: int, tp_size: int
 ) -> tuple[list[list[Parameter]], list[frozenset[int]], list[int]]:
     """Parameters in buckets, ordered by the op that writes their gradient last; the parts that write into each bucket;
-    and the buckets, last in order, whose gradients tensor-parallel ranks hold parts of."""
+    and the buckets, last in order, whose gradients tensor-parallel ranks hold parts of.
+
+    What one op writes last stays together, so that no more buckets than need be hold gradients of a part.
+    """
     writers: dict[Parameter, set[int]] = defaultdict(set)
     for position, part in enumerate(stack.parts):
         for parameter in part.parameters():
@@ -66,9 +81,15 @@ def _group_by_last_write(
         return tp_size > 1 and parameter.spec.shard_dim is None and (plan.slicing.sequence_parallel or not replicated_part)
 
     last = last_writers(plan)
-    ordered = sorted(writers, key=lambda parameter: max(last[part] for part in writers[parameter]))
+
+    def written_last(parameter: Parameter) -> int:
+        return max(last[part] for part in writers[parameter])
+
+    ordered = sorted(writers, key=written_last)
     whole, partial = ([p for p in ordered if partial_over_tp(p) is wanted] for wanted in (False, True))
-    groups = [[whole[i] for i in run] for run in split_into_buckets([p.numel() for p in whole], bucket_size)]
+    together = [list(parameters) for _, parameters in groupby(whole, written_last)]
+    runs = split_into_buckets([sum(p.numel() for p in parameters) for parameters in together], bucket_size)
+    groups = [[p for i in run for p in together[i]] for run in runs]
     replica_buckets = [len(groups)] if partial else []
     groups += [partial] if partial else []
     return groups, [frozenset().union(*(writers[p] for p in group)) for group in groups], replica_buckets

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, TP_LINK, Kind, Op
+from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
 from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline
 
 MILLISECONDS = 1e3
@@ -100,10 +100,10 @@ def _panel(axes: Any, timeline: Timeline, start_s: float, end_s: float, title: s
 
 
 def _bands(compute: Sequence[Span]) -> Iterable[tuple[str, float, float]]:
-    """Stretches of one phase on the compute lane; gradient buckets start within backward and do not cut it."""
+    """Stretches of one phase on the compute lane; buckets that start within backward or arrive within forward do not cut it."""
     band: list[Any] = []
     for span in compute:
-        phase = span.op.phase if span.op.kind is not Kind.START else None
+        phase = span.op.phase if span.op.kind is not Kind.START and not is_gather(span.op) else None
         if band and phase in (None, band[0]):
             band[2] = span.end_s
         else:

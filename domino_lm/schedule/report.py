@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, TP_LINK, Kind, Op
+from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
 from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline
 
 LANES = (COMPUTE, TP_LINK, DP_LINK)
@@ -85,7 +85,8 @@ def _span_data(span: Span, waits: dict[Op, list[Span]]) -> dict[str, Any]:
 def _about(op: Op) -> str:
     """An op's name spelled out."""
     if op.phase == "S":
-        return f"{op.kind}, gradient bucket {op.part}" if op.kind is not Kind.STEP else "optimizer step"
+        what = "updated parameters" if is_gather(op) else "gradients"
+        return f"{op.kind}, {op.collective}, {what} of bucket {op.part}" if op.kind is not Kind.STEP else "optimizer step"
     rows = "all rows" if op.row == ALL_ROWS else f"row {op.row}"
     collective = f", {op.collective}" if op.kind in (Kind.START, Kind.WAIT) else ""
     return f"{op.kind}{collective}, {PHASE_NAMES[op.phase]} of part {op.part}, {rows}, column {op.col}, micro-batch {op.micro}"

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op
+from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
 
 LANE_NAMES = {COMPUTE: "compute", TP_LINK: "TP link", DP_LINK: "DP link"}
 MICROSECONDS = 1e6
@@ -92,9 +92,12 @@ class Timeline:
         return tracks
 
     def micro_batches(self) -> list[list[Span]]:
-        """Compute spans of each pass over the plan: one begins wherever the first op of all is seen again."""
+        """Compute spans of each pass over the plan: one begins wherever the first op of all is seen again.
+
+        Gathers of parameters are left out: they belong to no micro-batch.
+        """
         passes: list[list[Span]] = []
-        for span in self.on(COMPUTE):
+        for span in (span for span in self.on(COMPUTE) if not is_gather(span.op)):
             if not passes or span.name == passes[0][0].name:
                 passes.append([])
             passes[-1].append(span)

@@ -63,9 +63,9 @@ Result = TypeVar("Result")
 
 
 def save_checkpoint(
-    folder: Path | str, iteration: int, stack: HasParameters, optimizer: Optimizer, state: dict[str, Any], mesh: ParallelMesh
+    folder: Path | str, iteration: int, stack: HasParameters, optimizer: Optimizer | None, state: dict[str, Any], mesh: ParallelMesh
 ) -> Path:
-    """Save weights, optimizer and ``state`` (anything JSON holds) as ``iteration``, and return its folder.
+    """Save weights, optimizer (unless None) and ``state`` (anything JSON holds) as ``iteration``, and return its folder.
 
     All ranks call this; each replica writes its share. The checkpoint appears under its name only once it is complete and
     on disk, and the tracker moves last. Where any rank fails, all raise CheckpointError, and earlier checkpoints and the
@@ -76,7 +76,7 @@ def save_checkpoint(
         "iteration": iteration,
         "vocab_size": vocab_size_of(stack),
         "softmax_rows": softmax_rows_of(stack),
-        "optimizer_steps": optimizer.step_count,
+        "optimizer_steps": 0 if optimizer is None else optimizer.step_count,
         "state": state,
     }
     text = json.dumps(record, indent=1)  # on every rank, so that a state that JSON cannot hold fails before any file exists
@@ -110,16 +110,24 @@ def load_checkpoint(
     source = _on_every_rank(mesh.world, lambda: open_checkpoint(path, stack, optimizer, mesh.tp))
     _on_every_rank(mesh.world, source.fill)
     if optimizer is not None:
+        optimizer.write_parameters()
         optimizer.step_count = source.record["optimizer_steps"]
     set_softmax_rows(stack, source.record["softmax_rows"], mesh.tp.rank)
     return {**source.record["state"], "iteration": source.record["iteration"]}
 
 
 def _share(blocks: Sequence[Block], mesh: ParallelMesh) -> list[Block]:
-    """What this rank writes: replicas share the bytes evenly, and only TP rank 0 writes what every TP rank holds whole."""
+    """What this rank writes: all that no other replica holds, and an even share of the bytes that replicas hold alike.
+
+    Only TP rank 0 writes what every TP rank holds whole.
+    """
     mine, written = [], [0] * mesh.dp.size
     for block in blocks:
-        if block.sharded or mesh.tp.rank == 0:
+        if not block.sharded and mesh.tp.rank != 0:
+            continue
+        if block.owned:
+            mine.append(block)
+        else:
             replica = written.index(min(written))
             written[replica] += block.values.nbytes
             if replica == mesh.dp.rank:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from domino_lm.training.checkpoint_folder import STATE_FILE, incomplete, kind_of
 from domino_lm.training.megatron_distributed import MASTER_PREFIX, read_common
 from domino_lm.training.megatron_legacy import LegacyCheckpoint, Role
 from domino_lm.training.megatron_state import arithmetic_of, optimizer_steps, read_state
-from domino_lm.training.sharded_tensors import OPTIMIZER_PREFIX, Block, blocks_of, plan_reads, read_blocks
+from domino_lm.training.sharded_tensors import OPTIMIZER_PREFIX, Block, blocks_of, blocks_of_range, plan_reads, read_blocks
 from domino_lm.training.stored_metadata import CheckpointError, read_metadata
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Source(Protocol):
     """``iteration``, ``vocab_size``, ``softmax_rows``, ``optimizer_steps`` and ``state``, as native checkpoints keep them."""
 
     def fill(self) -> None:
-        """Read weights and, where they are wanted, moments into this rank's tensors."""
+        """Read weights and, where they are wanted, moments into this rank's tensors. Master weights of an optimizer are filled from the
+        most exact that is stored; its parameters follow with `Optimizer.write_parameters`."""
 
 
 def open_checkpoint(path: Path, stack: HasParameters, optimizer: Optimizer | None, tp: Communicator) -> Source:
@@ -77,9 +78,16 @@ class _DistributedSource:
         self.path = path
         self.metadata = read_metadata(path)
         self.record = read_native_record(path, self.metadata) if native else read_megatron_record(path, self.metadata)
-        self.blocks = blocks_of_all(stack.parameters(), optimizer, tp)
+        stored_masters = any(key.startswith(MASTER_PREFIX) for key in self.metadata.state_dict_metadata)
+        self.blocks = blocks_of_all(stack.parameters(), optimizer, tp, masters_apart=stored_masters)
         self.reads = plan_reads(path, self.metadata, self.blocks)
         self.masters = list(_master_blocks(stack.parameters(), self.metadata, tp))
+        if optimizer is not None and not stored_masters:
+            # Masters of a rank's own share do not stand in for its weights, so both are read.
+            owned = [
+                Held("weight", piece.parameter, piece.main, piece.start) for piece in optimizer.pieces if piece.is_owned and piece.is_master
+            ]
+            self.masters += [block for held in owned for block in held.blocks(tp)]
         self.master_reads: dict[str, list[ReadItem]] = {}
         if self.masters:
             self.master_reads = plan_reads(path, self.metadata, self.masters, complete=False)
@@ -101,30 +109,68 @@ class _LegacySource:
 
     @torch.no_grad()
     def fill(self) -> None:
-        for role, parameter, tensor in _roles(self.stack.parameters(), self.optimizer):
-            self.stored.fill(parameter.spec, role, tensor, self.tp)
+        masters = [piece for piece in self.optimizer.pieces if piece.is_owned and piece.is_master] if self.optimizer is not None else []
+        for role, parameter, tensor, start in _roles(self.stack.parameters(), self.optimizer, masters_apart=False):
+            if start is None:
+                self.stored.fill(parameter.spec, role, tensor, self.tp)
+            else:
+                whole = tensor.new_empty(parameter.shape)
+                self.stored.fill(parameter.spec, role, whole, self.tp)
+                tensor.view(-1).copy_(whole.view(-1)[start : start + tensor.numel()])
+        for piece in masters:
+            whole = piece.main.new_empty(piece.parameter.shape)
+            self.stored.fill(piece.parameter.spec, "weight", whole, self.tp)
+            piece.main.view(-1).copy_(whole.view(-1)[piece.start : piece.stop])
 
 
-def _roles(parameters: Sequence[Parameter], optimizer: Optimizer | None) -> Iterator[tuple[Role, Parameter, Tensor]]:
-    """Every tensor that this rank fills, with its parameter and what it is of it."""
+class Held(NamedTuple):
+    """A tensor of this rank that a checkpoint knows, with its parameter and what it is of it."""
+
+    role: Role
+    parameter: Parameter
+    tensor: Tensor
+    start: int | None = None
+    """Its first element of the flattened parameter where no other data-parallel rank holds it; None: whole, and alike on all."""
+
+    def blocks(self, tp: Communicator) -> Iterator[Block]:
+        """Where it belongs in a checkpoint."""
+        spec, prefix = self.parameter.spec, prefix_of(self.role)
+        if self.start is None:
+            return blocks_of(spec, self.tensor, tp, prefix=prefix)
+        return blocks_of_range(spec, self.parameter.shape, self.start, self.tensor.view(-1), tp, prefix)
+
+
+def _roles(parameters: Sequence[Parameter], optimizer: Optimizer | None, masters_apart: bool) -> Iterator[Held]:
+    """Every tensor of this rank that a checkpoint knows.
+
+    Master weights have a role of their own where they lie ``masters_apart``, and else stand in for their weights; those of
+    a rank's own share cannot, and are left out then.
+    """
+    pieces = [] if optimizer is None else optimizer.pieces
+    masters = {piece.parameter: piece.main for piece in pieces if piece.is_master and not piece.is_owned}
     for parameter in parameters:
-        yield "weight", parameter, parameter.detach()
+        weights = parameter.detach()
+        yield Held("weight", parameter, weights if masters_apart else masters.get(parameter, weights))
     if optimizer is not None:
-        for parameter, first, second in zip(optimizer.parameters, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True):
-            yield "exp_avg", parameter, first
-            yield "exp_avg_sq", parameter, second
+        for piece, first, second in zip(pieces, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True):
+            start = piece.start if piece.is_owned else None
+            if masters_apart and piece.is_master:
+                yield Held("master", piece.parameter, piece.main, start)
+            yield Held("exp_avg", piece.parameter, first, start)
+            yield Held("exp_avg_sq", piece.parameter, second, start)
 
 
-def blocks_of_all(parameters: Sequence[Parameter], optimizer: Optimizer | None, tp: Communicator) -> list[Block]:
-    """Everything tensor-like that this rank holds, in the same order on every rank."""
-    blocks: list[Block] = []
-    for role, parameter, tensor in _roles(parameters, optimizer):
-        blocks.extend(blocks_of(parameter.spec, tensor, tp, prefix=prefix_of(role)))
-    return blocks
+def blocks_of_all(
+    parameters: Sequence[Parameter], optimizer: Optimizer | None, tp: Communicator, *, masters_apart: bool = True
+) -> list[Block]:
+    """Everything tensor-like that this rank holds, in the same order on every rank; see `_roles` of ``masters_apart``."""
+    return [block for held in _roles(parameters, optimizer, masters_apart) for block in held.blocks(tp)]
 
 
 def prefix_of(role: Role) -> str:
-    """What stands before a parameter's key in the key of its weight or moment."""
+    """What stands before a parameter's key in the key of its weight, master weight or moment."""
+    if role == "master":
+        return MASTER_PREFIX
     return "" if role == "weight" else f"{OPTIMIZER_PREFIX}state.{role}."
 
 

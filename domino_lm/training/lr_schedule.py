@@ -111,18 +111,25 @@ class LearningRateSchedule:
         """Position and shape, as JSON values."""
         return {"samples": self.samples, **asdict(self.shape)}
 
-    def load_state_dict(self, state: dict[str, Any], override: bool) -> list[str]:
-        """Take over the position; a shape that differs is refused, or with ``override`` replaced by this run's.
+    def load_state_dict(self, state: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False) -> str:
+        """Take over the position; a shape that differs is this run's with ``override``, the checkpoint's with ``use_checkpoint``.
 
-        Returns what differs, in words. Raises ConfigError without ``override``.
+        The whole shape comes from one side. Returns in words which one, and what differs. Raises ConfigError where shapes
+        differ and neither is asked for.
         """
         mine = asdict(self.shape)
         differing = [f"{name} {state.get(name)} in the checkpoint, {mine[name]} now" for name in mine if state.get(name) != mine[name]]
-        if differing and not override:
+        if differing and not (override or use_checkpoint):
             raise ConfigError(
                 f"the learning-rate schedule differs from the checkpoint's: {'; '.join(differing)}. Give the flags of the first run "
                 f"(--lr, --min-lr, --lr-decay-style, its lengths, --train-iters or --train-samples, --global-batch-size), "
-                f"or follow the new ones from here with --override-opt-param-scheduler."
+                f"follow the new ones from here with --override-opt-param-scheduler, or the checkpoint's with --use-checkpoint-opt-param-scheduler."
             )
         self.samples = int(state["samples"])
-        return differing
+        if use_checkpoint:
+            self.shape = LearningRateShape(**{name: state[name] for name in mine if name in state})
+        at = f"{self.samples} samples into it"
+        if not differing:
+            return f"learning rate: that of the checkpoint, which is what the flags say, {at}"
+        sides = ("the checkpoint's", "this command line's") if use_checkpoint else ("this command line's", "the checkpoint's")
+        return f"learning rate: {sides[0]} as a whole, {at}, not {sides[1]} ({'; '.join(differing)})"

@@ -17,7 +17,7 @@ from domino_lm.training.checkpoint_folder import LEGACY_FILE, incomplete
 from domino_lm.training.stored_metadata import CheckpointError
 from domino_lm.training.torch_files import load_torch_file, values_of
 
-Role = Literal["weight", "exp_avg", "exp_avg_sq"]
+Role = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
 _FAULTS_SHOWN = 3
 # Other names of the same tensors: norms fused into the next linear layer, and models from before Megatron's core.
 _RENAMES = (
@@ -95,8 +95,12 @@ class LegacyCheckpoint:
         """Raise CheckpointError, naming both shapes, where the tensors are not those of ``specs``."""
         if with_optimizer and not self.has_optimizer:
             distributed = _is_distributed(self.common.get("optimizer") or {}, self.path / "mp_rank_00")
-            what = "keeps its optimizer in distrib_optim.pt, which is not read" if distributed else "holds no optimizer state"
-            raise CheckpointError(f"{self.path}: the checkpoint {what}; pass --no-load-optim to load the weights alone")
+            if distributed:
+                raise CheckpointError(
+                    f"{self.path}: the checkpoint keeps its optimizer in distrib_optim.pt, cut by gradient buckets, which is not read; save it once "
+                    "more with Megatron's --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load the weights alone"
+                )
+            raise CheckpointError(f"{self.path}: the checkpoint holds no optimizer state; pass --no-load-optim to load the weights alone")
         faults = list(self._faults(specs))
         if faults:
             more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
@@ -135,7 +139,7 @@ class LegacyCheckpoint:
 
     @staticmethod
     def _of(rank: _Rank, name: str, role: Role) -> Tensor:
-        if role == "weight":
+        if role in ("weight", "master"):
             return rank.masters.get(name, rank.weights[name])
         return rank.moments[name][role]
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import numpy
 import torch
 
 from domino_lm.config import ModelConfig
+from domino_lm.training.loss_scale import STATE
 from domino_lm.training.stored_metadata import CheckpointError
 from domino_lm.training.torch_files import values_of
 
 CHECKPOINT_VERSION = 3.0
 _SAME_NAME = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention kv_channels seq_length max_position_embeddings "
-    "position_embedding_type rotary_base normalization swiglu bias_gelu_fusion add_bias_linear untie_embeddings_and_output_weights "
+    "position_embedding_type rotary_base use_rope_scaling rope_scaling_factor normalization swiglu bias_gelu_fusion add_bias_linear untie_embeddings_and_output_weights "
     "attention_dropout hidden_dropout init_method_std vocab_size make_vocab_size_divisible_by"
 ).split()
 _SETTINGS = "global_batch_size micro_batch_size train_iters seed lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps".split()
@@ -29,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rotary_percent": (1.0,),
     "rotary_interleaved": (False, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "use_rope_scaling": (False, None),
     "apply_residual_connection_post_layernorm": (False, None),
     "layernorm_zero_centered_gamma": (False, None),
     "apply_layernorm_1p": (False, None),
@@ -92,6 +94,8 @@ def plain(model: ModelConfig) -> ModelConfig:
         values["max_position_embeddings"] = None
     else:
         values["rotary_base"] = defaults["rotary_base"]
+    if not model.use_rope_scaling:
+        values["rope_scaling_factor"] = defaults["rope_scaling_factor"]
     return ModelConfig(**values)
 
 
@@ -101,13 +105,14 @@ def arithmetic_of(common: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {}
     model = read_model(common, where)
     names = ["num_attention_heads", "position_embedding_type", "normalization", "norm_epsilon", "swiglu"]
-    names += ["rotary_base"] if model.position_embedding_type == "rope" else []
+    names += ["rotary_base", "use_rope_scaling"] if model.position_embedding_type == "rope" else []
+    names += ["rope_scaling_factor"] if model.use_rope_scaling else []
     names += [] if model.swiglu else ["bias_gelu_fusion"]
     return {name: getattr(model, name) for name in names}
 
 
 def read_state(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Samples consumed and, where the checkpoint has one, the learning-rate schedule, as `Trainer` saves them."""
+    """Samples consumed and, where the checkpoint has them, the learning-rate schedule and the loss scale, as `Trainer` saves them."""
     args, scheduler = values_of(common.get("args")), common.get("opt_param_scheduler") or {}
     iteration, state = int(common.get("iteration") or 0), {}
     if "num_steps" in scheduler:
@@ -126,7 +131,20 @@ def read_state(common: Mapping[str, Any]) -> dict[str, Any]:
         batch = args.get("global_batch_size")
         counted = iteration * batch if batch is not None else scheduler.get("num_steps", 0)
     settings = {name: args[name] for name in _SETTINGS if args.get(name) is not None}
-    return {"consumed_samples": int(counted), "tokenizer": None, "settings": settings, **state}
+    return {"consumed_samples": int(counted), "tokenizer": None, "settings": settings, "loss_scaler": _loss_scale(common), **state}
+
+
+def _loss_scale(common: Mapping[str, Any]) -> dict[str, float] | None:
+    """What the optimizer's state says of a dynamic loss scale."""
+    found = (common.get("optimizer") or {}).get("grad_scaler") or {}
+    numbers = {name: found[name] for name in STATE if found.get(name) is not None}
+    return {name: float(torch.as_tensor(value).flatten()[0]) for name, value in numbers.items()} if "scale" in numbers else None
+
+
+def grad_scaler_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The loss scale as Megatron's `DynamicGradScaler` saves it; None where ``state`` has none."""
+    found = state.get("loss_scaler")
+    return None if not found else {**{name: int(found[name]) for name in STATE[1:]}, "scale": torch.tensor([found["scale"]])}
 
 
 def _wsd(style: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,3 +257,31 @@ def param_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
         }
         for multiplier in (1.0, 0.0)
     ]
+
+
+def rng_state(seed: int, tp_rank: int) -> list[dict[str, Any]]:
+    """Random states of one tensor-parallel rank as a run of Megatron's with ``seed`` begins with, in the form that it saves them.
+
+    This program has none; without them Megatron would need --no-load-rng. Seeds are Megatron's: the model-parallel one is
+    2718 and the rank further on, the experts' 1024 and the rank.
+    """
+    numpy_state = numpy.random.RandomState(seed % 2**32).get_state()
+    seeds = {"data-parallel-rng": seed, "model-parallel-rng": seed + 2718 + tp_rank, "expert-parallel-rng": seed + 1024 + tp_rank}
+    state = {
+        "random_rng_state": random.Random(seed).getstate(),
+        "np_rng_state": numpy_state,
+        "torch_rng_state": torch.Generator().manual_seed(seed).get_state(),
+        "cuda_rng_state": _cuda_state(seed),
+        "rng_tracker_states": {name: _cuda_state(each) for name, each in seeds.items()},
+    }
+    return [state]
+
+
+def _cuda_state(seed: int) -> torch.Tensor:
+    """State of a CUDA generator that has drawn nothing: the seed and an offset of 0, eight bytes each."""
+    return torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8)
+
+
+def seed_of(state: Mapping[str, Any]) -> int:
+    """The seed of the run that a checkpoint's ``state`` tells of."""
+    return int((state.get("settings") or {}).get("seed") or 1234)

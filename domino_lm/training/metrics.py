@@ -32,6 +32,9 @@ class StepReport:
     skipped: bool
     """The loss or the gradient was not finite, so that no weight changed."""
 
+    loss_scale: float = 1.0
+    """That of the next step, which is what Megatron reports."""
+
     seconds: float
 
     data_seconds: float = 0.0
@@ -45,6 +48,11 @@ class StepReport:
 
     num_zeros: int | None = None
     """Gradient entries that are exactly 0; None where nobody asked."""
+
+    @property
+    def bad_loss(self) -> bool:
+        """The step was skipped, and its loss was not finite."""
+        return self.skipped and not math.isfinite(self.loss_sum)
 
     @property
     def loss(self) -> float:
@@ -97,6 +105,7 @@ class LogInterval:
         self.exposed_s: float | None = None
         self.recorded_s = 0.0
         self.skipped = 0
+        self.bad_losses = 0
 
     def add(self, report: StepReport) -> None:
         """Count one step; the loss of a skipped one stays out of the mean."""
@@ -105,6 +114,7 @@ class LogInterval:
         self.sequences += report.batch_size
         self.data_s += report.data_seconds
         self.skipped += report.skipped
+        self.bad_losses += report.bad_loss
         if report.exposed_s is not None:
             self.exposed_s = (self.exposed_s or 0.0) + report.exposed_s
             self.recorded_s += report.seconds
@@ -118,7 +128,7 @@ class LogInterval:
         throughput = []
         if self._log_throughput and self._scale is not None:
             throughput = [f"throughput per GPU (TFLOP/s/GPU): {self._scale.tflops_per_rank(self.sequences, self.seconds):.1f}"]
-        extra = [f"num zeros: {last.num_zeros}"] if last.num_zeros is not None else []
+        extra = [f"num zeros: {last.num_zeros:.1f}"] if last.num_zeros is not None else []
         extra += [f"params norm: {last.params_norm:.3f}"] if last.params_norm is not None else []
         fields = [
             f"iteration {last.iteration:8d}/{train_iters:8d}",
@@ -128,11 +138,11 @@ class LogInterval:
             f"learning rate: {last.learning_rate:.6E}",
             f"global batch size: {last.batch_size:5d}",
             f"lm loss: {loss:.6E}",
-            "loss scale: 1.0",
+            f"loss scale: {last.loss_scale:.1f}",
             f"grad norm: {last.grad_norm:.3f}",
             *extra,
             f"number of skipped iterations: {self.skipped:3d}",
-            f"number of nan iterations: {self.skipped:3d}",
+            f"number of nan iterations: {self.bad_losses:3d}",
         ]
         return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from domino_lm.batch_schedule import BatchSchedule
 from domino_lm.checks import global_batch_size
 from domino_lm.config import RunConfig
 from domino_lm.data.blended import BlendedDataset
+from domino_lm.data.continued import ContinuedDataset, DataRecord, continue_data, record_of
 from domino_lm.data.gpt_dataset import GPTDatasetConfig
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.loader import Batches
@@ -26,7 +28,7 @@ from domino_lm.parallel.mesh import ParallelMesh
 class RunData:
     """Samples of a run. A split that has nothing, or that nothing asks for, has no data set."""
 
-    train: Dataset
+    train: Dataset | ContinuedDataset
     valid: tuple[Dataset, ...]
     test: Dataset | None
 
@@ -42,7 +44,6 @@ class RunData:
             sequence_length=run.model.seq_length,
             seed=run.training.seed,
             eod=tokenizer.eod if tokenizer else None,
-            pad=tokenizer.pad if tokenizer else None,
             vocab_size=run.model.vocab_size,
             reset_position_ids=run.data.reset_position_ids,
             reset_attention_mask=run.data.reset_attention_mask,
@@ -52,6 +53,7 @@ class RunData:
         splits: Splits = build_splits(sources_of(run.data), sizes, config, run.data.data_cache_path)
         if splits.train is None:
             raise DatasetError(f"--split {run.data.split} leaves nothing to train on; its first number must be above 0.")
+        _refuse_too_few(splits, sizes, run, batch)
         return cls(splits.train, tuple(splits.valid) if evaluated else (), splits.test if evaluated else None)
 
     def evaluated(self, split: str) -> tuple[Dataset, ...]:
@@ -66,18 +68,55 @@ class RunData:
 
     def describe(self) -> str:
         """How many samples training has, and what it takes from each source."""
+        assert not isinstance(self.train, ContinuedDataset), "a run is described before it goes on with its checkpoint's data"
         if not isinstance(self.train, BlendedDataset):
             return f"{len(self.train):,} training samples from {self.train.indexed.prefix}"
         shares = self.train.shares()
         lines = [f"{share.samples:,} ({share.epochs:.3g} epochs) from {share.prefix}" for share in shares]
         return "\n".join([f"{sum(share.samples for share in shares):,} training samples:", *(f"{'':10}{line}" for line in lines)])
 
+    def position(self, consumed_samples: int, settings: DataConfig, earlier: DataRecord | None = None) -> DataRecord | None:
+        """What a checkpoint keeps of the training data after so many samples; None where they come in passes of their own (cyclic).
+
+        ``earlier`` is one of this run's, whose names of files need not be found again.
+        """
+        return record_of(self.train, consumed_samples, earlier) if settings.dataloader_type == "single" else None
+
+    def going_on(
+        self, position: dict[str, Any] | None, consumed_samples: int, end: int, settings: DataConfig
+    ) -> tuple[RunData, str | None]:
+        """The data of a run that goes on from a checkpoint's ``position`` up to sample ``end``, and what is to be said of it."""
+        if position is None or settings.dataloader_type != "single" or consumed_samples == 0 or isinstance(self.train, ContinuedDataset):
+            return self, None
+        train, said = continue_data(position, self.train, consumed_samples, end, settings.data_cache_path)
+        return replace(self, train=train), said
+
+
+def _refuse_too_few(splits: Splits, sizes: tuple[int | None, ...], run: RunConfig, batch: int) -> None:
+    """Raise DatasetError where a blend without weights, which passes over its sources once, ends before the run does."""
+    wanted = dict(zip(("train", "valid", "test"), sizes, strict=True))
+    for name, dataset in splits.named():
+        split, size = name.split()[0], wanted[name.split()[0]]
+        if size is None or len(dataset) >= size or (split == "train" and run.data.dataloader_type == "cyclic"):
+            continue
+        length = "train-samples" if run.training.train_samples is not None else "train-iters"
+        fewer = f"lower --{length if split == 'train' else f'eval-iters to {len(dataset) // batch}'}"
+        raise DatasetError(
+            f"the {name} data holds {len(dataset):,} samples, but {size:,} are needed, and without weights each source is read once: "
+            f"{fewer}, or give each prefix a weight, with which it repeats."
+        )
+
 
 class MicroBatches:
     """This rank's micro-batches of the training set, from ``consumed_samples`` on, step after step."""
 
     def __init__(
-        self, dataset: Dataset, consumed_samples: int, micro_batch_size: int, mesh: ParallelMesh, settings: DataConfig | None = None
+        self,
+        dataset: Dataset | ContinuedDataset,
+        consumed_samples: int,
+        micro_batch_size: int,
+        mesh: ParallelMesh,
+        settings: DataConfig | None = None,
     ) -> None:
         settings = settings or DataConfig(num_workers=0)
         self._batches = Batches(dataset, _sampler(len(dataset), consumed_samples, micro_batch_size, mesh, settings), settings.num_workers)

@@ -24,7 +24,7 @@ def settle_schedule(run: RunConfig, mesh: ParallelMesh) -> tuple[RunConfig, str]
     """
     if run.schedule.schedule != "auto":
         return run, ""
-    hardware = _hardware(run.schedule.domino_calibration, mesh)
+    hardware = replace(_hardware(run.schedule.domino_calibration, mesh), element_bytes=run.precision.element_bytes)
     replicas, micro = mesh.dp.size, run.training.micro_batch_size
     setting = Setting(
         model=run.model,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Block:
     values: Tensor  # a view with the rectangle's shape, stacked dimension included
     sharded: bool  # over TP: no other TP rank holds these values
     vocab_rows: int | None = None  # true rows where dimension 0 is the padded vocabulary
+    owned: bool = False  # over DP: no other replica holds these values
 
     @property
     def place(self) -> tuple[str, tuple[int, ...]]:
@@ -90,6 +92,38 @@ def _block(spec: ParameterSpec, prefix: str, global_shape: tuple[int, ...], offs
     if spec.layer is not None:
         offsets, values = [spec.layer, *offsets], values.unsqueeze(0)
     return Block(prefix + spec.key, global_shape, tuple(offsets), values, spec.shard_dim is not None, spec.vocab_rows)
+
+
+def blocks_of_range(
+    spec: ParameterSpec, shape: Sequence[int], start: int, values: Tensor, tp: Communicator, prefix: str
+) -> Iterator[Block]:
+    """Blocks of ``values`` [n], the elements from ``start`` on of a flattened local tensor of ``shape``, that no other replica holds.
+
+    Up to three rectangles, since the first and the last row may be cut, each again cut where ``spec.shard_blocks`` end.
+    """
+    assert len(shape) in (1, 2), f"a weight is a vector or a matrix, not {list(shape)}"
+    stop, columns = start + values.numel(), shape[1] if len(shape) == 2 else 1
+    edges = {start, stop, *(edge for edge in (-(-start // columns) * columns, stop // columns * columns) if start < edge < stop)}
+    if spec.shard_blocks > 1:
+        block = math.prod(shape) // spec.shard_blocks  # blocks lie along dimension 0
+        edges |= {edge for edge in range(block, stop, block) if start < edge}
+    for first, last in pairwise(sorted(edges)):
+        yield _rectangle(spec, shape, first, values[first - start : last - start], tp, prefix)
+
+
+def _rectangle(spec: ParameterSpec, shape: Sequence[int], first: int, values: Tensor, tp: Communicator, prefix: str) -> Block:
+    """One block of ``values``, whole rows of a matrix or a piece of one row, from element ``first`` of a flattened local tensor on."""
+    offsets, sizes = [first], [values.numel()]
+    if len(shape) == 2:
+        offsets = list(divmod(first, shape[1]))
+        sizes = [values.numel() // shape[1], shape[1]] if values.numel() % shape[1] == 0 and offsets[1] == 0 else [1, values.numel()]
+    dim = spec.shard_dim
+    if dim is not None:
+        rows = shape[dim] // spec.shard_blocks
+        block, within = divmod(offsets[dim], rows)
+        offsets[dim] = (block * tp.size + tp.rank) * rows + within
+    global_shape = (spec.num_layers, *spec.shape) if spec.layer is not None else spec.shape
+    return replace(_block(spec, prefix, global_shape, offsets, values.view(sizes)), owned=True)
 
 
 def write_blocks(
@@ -239,12 +273,15 @@ def _hole(items: Sequence[ReadItem], parts: Iterator[ChunkStorageMetadata]) -> s
 
 
 def _misfit(folder: Path, faults: Sequence[tuple[str, str]], stored: Mapping[str, object]) -> str:
-    if all(key.startswith(OPTIMIZER_PREFIX) for key, _ in faults) and not any(
-        key.startswith(f"{OPTIMIZER_PREFIX}state.") for key in stored
-    ):
-        other = any(key.startswith(OPTIMIZER_PREFIX) for key in stored)
-        what = "optimizer state only by gradient buckets, which is not read" if other else "no optimizer state"
-        return f"{folder}: the checkpoint holds {what}; pass --no-load-optim to load the weights alone"
+    if all(key.startswith(OPTIMIZER_PREFIX) for key, _ in faults):
+        if not any(key.startswith(OPTIMIZER_PREFIX) for key in stored):
+            return f"{folder}: the checkpoint holds no optimizer state; pass --no-load-optim to load the weights alone"
+        by_parameter = any(key.startswith(f"{OPTIMIZER_PREFIX}state.") for key in stored)
+        form = f"of other shapes than its weights ({faults[0][0]}: {faults[0][1]})" if by_parameter else "by gradient buckets"
+        return (
+            f"{folder}: the checkpoint holds optimizer state only {form}, which is not read; save it once more with Megatron's "
+            "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load the weights alone"
+        )
     shown = "; ".join(f"{key}: {fault}" for key, fault in faults[:_FAULTS_SHOWN])
     more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
     return (

@@ -43,6 +43,9 @@ _RECORDS = {
     "pathlib._local": ("PosixPath", "WindowsPath"),
 }
 
+_PRESENT_NAMES = {"optimizer.state.param.": "optimizer.state.fp32_param."}
+"""Megatron's distributed optimizer calls its fp32 weights otherwise than its plain one does; the name stands in the index alone."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; the message names the file or tensor and the way out."""
@@ -129,7 +132,7 @@ def missing_data(folder: Path, metadata: Metadata) -> list[str]:
 def _rebuild(index: Any) -> Metadata:
     """The index as PyTorch's own classes, from records; TypeError, KeyError or ValueError where a field is not what it must be."""
     fields = _fields(index, "Metadata")
-    tensors = {_text(key): _storage(value) for key, value in fields["state_dict_metadata"].items()}
+    tensors = {_key(key): _storage(value) for key, value in fields["state_dict_metadata"].items()}
     places = {_index(key): _place(value) for key, value in fields["storage_data"].items()}
     return Metadata(state_dict_metadata=tensors, storage_data=places)
 
@@ -153,7 +156,7 @@ def _storage(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 def _index(record: Any) -> MetadataIndex:
     fields = _fields(record, "MetadataIndex")
     offset = fields.get("offset")
-    return MetadataIndex(_text(fields["fqn"]), None if offset is None else _size(offset))
+    return MetadataIndex(_key(fields["fqn"]), None if offset is None else _size(offset))
 
 
 def _place(record: Any) -> _StorageInfo:
@@ -176,6 +179,14 @@ def _size(value: Any) -> torch.Size:
     if not isinstance(value, tuple) or not all(isinstance(n, int) and n >= 0 for n in value):
         raise TypeError(f"sizes expected, found {value!r}")
     return torch.Size(value)
+
+
+def _key(value: Any) -> str:
+    key = _text(value)
+    for other, present in _PRESENT_NAMES.items():
+        if key.startswith(other):
+            return present + key.removeprefix(other)
+    return key
 
 
 def _text(value: Any) -> str:

@@ -48,7 +48,12 @@ class TensorBoardLog:
         values: dict[str, float | None] = {"learning-rate": report.learning_rate, "batch-size": report.batch_size}
         if not report.skipped:
             values |= {"lm loss": report.loss, "grad-norm": report.grad_norm}
-        values |= {"loss-scale": 1.0, "num-zeros": report.num_zeros, "params-norm": report.params_norm, "world-size": self._world_size}
+        values |= {
+            "loss-scale": report.loss_scale,
+            "num-zeros": report.num_zeros,
+            "params-norm": report.params_norm,
+            "world-size": self._world_size,
+        }
         self._scalars({tag: value for tag, value in values.items() if value is not None}, report.iteration, report.consumed_samples)
         timed = {"throughput": throughput} if throughput is not None else {}
         if report.iteration > self._begin + 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
@@ -16,20 +15,28 @@ from domino_lm.arguments import flat_values
 from domino_lm.batch_schedule import BatchSchedule
 from domino_lm.checks import data_parallel_size
 from domino_lm.config import ConfigError, RunConfig
+from domino_lm.data.continued import DataRecord
+from domino_lm.model.parameter import dtype_of
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.executor import Executor, Recorder, StepLoss
+from domino_lm.precision_config import NAMES
+from domino_lm.schedule.executor import StepLoss
+from domino_lm.schedule.graphs import build_executor
 from domino_lm.schedule.prepare import prepare_plan
+from domino_lm.schedule.recorder import AnyRecorder, Recorder
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.timeline import Timeline
+from domino_lm.training.apex_adam import find_adamw
 from domino_lm.training.checkpoint import load_checkpoint, save_checkpoint
 from domino_lm.training.checkpoint_source import softmax_rows_of
+from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
 from domino_lm.training.metrics import StepReport, validation_line
 from domino_lm.training.norms import parameter_norm, zero_gradients
-from domino_lm.training.optimizer import Optimizer, StepInfo
+from domino_lm.training.optimizer import Optimizer, Shares, StepInfo
 from domino_lm.training.resume import refuse_other_model
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
+from domino_lm.training.skipped_steps import SkippedSteps
 from domino_lm.training.stop import Asked, GarbageCollection, StopSignal
 from domino_lm.training.watch import Watch
 
@@ -84,24 +91,39 @@ class Trainer:
         self.batches = BatchSchedule.of(run, mesh.world.size)
         self.batch_size = self.batches.full
         self.num_micro_batches = self.batch_size // (run.training.micro_batch_size * data_parallel_size(run, mesh.world.size))
-        self.optimizer = Optimizer(stack.parameters(), run.optimizer, mesh.tp)
-        self.plan, gradients = prepare_plan(stack, mesh, run.schedule, run.training.micro_batch_size, run.model.seq_length)
-        self.executor = Executor(
+        self.loss_scale = LossScale.of(run.precision, mesh.device)
+        narrow = dtype_of(run.precision.gradient_dtype) if run.precision.gradient_bytes < 4 else None
+        self.plan, gradients = prepare_plan(stack, mesh, run.schedule, run.training.micro_batch_size, run.model.seq_length, narrow)
+        moments = (run.precision.exp_avg_dtype, run.precision.exp_avg_sq_dtype)
+        self.optimizer = Optimizer(
+            stack.parameters(),
+            run.optimizer,
+            mesh.tp,
+            moment_dtypes=None if moments == ("fp32", "fp32") else (dtype_of(NAMES[moments[0]]), dtype_of(NAMES[moments[1]])),
+            loss_scale=self.loss_scale,
+            shares=Shares.of(gradients, mesh),
+            kernel=find_adamw(run.kernels, mesh.device),
+        )
+        self._learning_rate = torch.zeros((), dtype=torch.float32, device=mesh.device)  # where a captured step reads it
+        self.executor = build_executor(
+            run.kernels,
+            mesh,
             self.plan,
             stack,
-            mesh,
             gradients,
             self._update,
             seed=run.training.seed,
             per_token_loss=run.training.calculate_per_token_loss,
+            loss_scale=None if self.loss_scale is None else self.loss_scale.value,
         )
         self.schedule = LearningRateSchedule(LearningRateShape.from_config(run.optimizer, self.batches))
         self.iteration = 0
         self.consumed_samples = 0
         self._update_info: StepInfo | None = None
         self._logged: list[torch.Tensor] = []
-        self._bad_steps = 0
+        self._skipped = SkippedSteps(run.training, self.loss_scale)
         self._saved_at: int | None = None
+        self._data_record: DataRecord | None = None
         self._evaluated: dict[str, tuple[int, float]] = {}
 
     def fit(self) -> FitResult:
@@ -149,14 +171,15 @@ class Trainer:
         tokens_per_s = rate.sequences_per_s * self.run.model.seq_length
         return FitResult(self.iteration, reason, rate.first_loss, tokens_per_s, rate.data_s_per_step * 1e3)
 
-    def step(self, batches: MicroBatches, asked: Asked | None = None, recorder: Recorder | None = None) -> tuple[StepReport, Asked]:
+    def step(self, batches: MicroBatches, asked: Asked | None = None, recorder: AnyRecorder | None = None) -> tuple[StepReport, Asked]:
         """One optimizer step over a global batch; gives too what any rank has ``asked``. ``recorder`` collects its timeline."""
         begin, waited = time.perf_counter(), batches.blocked_s
         size = self.batches.at(self.consumed_samples)
         micro_batches = batches.take(size // (self.run.training.micro_batch_size * data_parallel_size(self.run, self.mesh.world.size)))
         waited = batches.blocked_s - waited
+        self._learning_rate.fill_(self.schedule.value())
         loss = self.executor.run_step(micro_batches, self.iteration, recorder)
-        loss_sum, tokens, signals, over, grad_norm, skipped, *logged = self._read_edge(loss, asked or Asked())
+        loss_sum, tokens, signals, over, grad_norm, skipped, loss_scale, *logged = self._read_edge(loss, asked or Asked())
         self.iteration += 1
         self.consumed_samples += size
         if not skipped:
@@ -170,17 +193,21 @@ class Trainer:
             learning_rate=self.schedule.value(),
             grad_norm=grad_norm,
             skipped=bool(skipped),
+            loss_scale=loss_scale,
             seconds=time.perf_counter() - begin,
             data_seconds=waited,
             exposed_s=self._exposed_s(recorder),
             **self._named(logged),
         )
-        self._refuse_endless_skipping(report)
+        fault = self._skipped.fault(report, self._saved_at)
+        if fault is not None:
+            raise TrainingError(fault)
         return report, Asked(signals > 0, over > 0)
 
     @torch.no_grad()
     def evaluate(self, dataset: Any) -> float:
         """Mean loss in nats per token, without dropout, over the first ``--eval-iters`` global batches, the same ones each time, or over all."""
+        self.executor.complete_gathers()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # sum of losses, tokens
         for micro_batch in evaluation_batches(dataset, self.run, self.mesh, self.num_micro_batches):
             losses = self.stack.forward(micro_batch)  # [s, b]
@@ -193,15 +220,20 @@ class Trainer:
         folder = self.run.checkpoint.save
         if folder is None or self._saved_at == self.iteration:
             return
+        self._data_record = self.data.position(self.consumed_samples, self.run.data, self._data_record)
         state = {
             "consumed_samples": self.consumed_samples,
+            "data": None if self._data_record is None else self._data_record.state_dict(),
             "learning_rate": self.schedule.state_dict(),
+            "loss_scaler": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "model": asdict(self.run.model),
             "tokenizer": self.tokenizer_identity,
             "settings": flat_values(self.run),
         }
+        self.executor.complete_gathers()
         self.console(f"saving checkpoint at iteration {self.iteration:7d} to {folder}")
-        save_checkpoint(folder, self.iteration, self.stack, self.optimizer, state, self.mesh)
+        optimizer = None if self.run.checkpoint.no_save_optim else self.optimizer
+        save_checkpoint(folder, self.iteration, self.stack, optimizer, state, self.mesh)
         self.console(f"  successfully saved checkpoint from iteration {self.iteration:7d} to {folder}")
         self._saved_at = self.iteration
 
@@ -215,7 +247,8 @@ class Trainer:
         if checkpoint.load is None:
             return
         optimizer = None if checkpoint.no_load_optim or checkpoint.finetune else self.optimizer
-        state = load_checkpoint(checkpoint.load, self.stack, optimizer, self.mesh)
+        self.executor.complete_gathers()
+        state = load_checkpoint(checkpoint.load, self.stack, optimizer, self.mesh, checkpoint.ckpt_step)
         if state is None:
             if checkpoint.exit_on_missing_checkpoint:
                 raise ConfigError(
@@ -231,28 +264,41 @@ class Trainer:
                 f"{rows} vocabulary rows take part in the softmax, as in the checkpoint: {rows - true_rows} more than there are tokens"
             )
         if optimizer is None:
+            self.optimizer.read_parameters()
             self.console(
                 f"loaded the weights alone of iteration {found} from {checkpoint.load}: optimizer, schedule and iteration start anew"
             )
             return
         if "learning_rate" not in state:
             raise ConfigError(f"--load {checkpoint.load} holds no learning-rate schedule; load the weights alone with --no-load-optim.")
-        for difference in self.schedule.load_state_dict(state["learning_rate"], checkpoint.override_opt_param_scheduler):
-            self.console(f"learning-rate schedule of this run: {difference}")
+        side = self.schedule.load_state_dict(
+            state["learning_rate"],
+            override=checkpoint.override_opt_param_scheduler,
+            use_checkpoint=checkpoint.use_checkpoint_opt_param_scheduler,
+        )
+        self.console(side)
+        if self.loss_scale is not None and state.get("loss_scaler"):
+            self.loss_scale.load_state_dict(state["loss_scaler"])
+            self._skipped.begin()
         self.iteration, self.consumed_samples = found, int(state["consumed_samples"])
+        self._go_on_with_data(state.get("data"))
         self._saved_at = found if checkpoint.save == checkpoint.load else None
         self.console(f"resumed from {checkpoint.load} at iteration {found}, {self.consumed_samples} samples consumed")
 
     def _update(self) -> None:
         """What the plan's STEP op does. A loss that is not finite on any replica keeps the weights as they are."""
-        logging, tp = self.run.logging, self.mesh.tp
+        logging = self.run.logging
         bad_loss = torch.logical_not(torch.isfinite(self.executor.loss_sum())).to(torch.float32)
         self._logged = []
         if logging.log_num_zeros_in_grad:
-            self._logged.append(zero_gradients(self.stack.parameters(), tp))
-        self._update_info = self.optimizer.step(self.schedule.value(), self.mesh.dp.all_reduce(bad_loss))
+            self._logged.append(zero_gradients(self.optimizer))
+        self._update_info = self.optimizer.step(self._rate(), self.mesh.dp.all_reduce(bad_loss))
         if logging.log_params_norm:
-            self._logged.append(parameter_norm(self.stack.parameters(), tp))
+            self._logged.append(parameter_norm(self.optimizer))
+
+    def _rate(self) -> float | torch.Tensor:
+        """The step's learning rate, in device memory where the update is captured and must not hold its number."""
+        return self._learning_rate if self.run.kernels.cuda_graph else self.schedule.value()
 
     def _named(self, logged: list[float]) -> dict[str, Any]:
         """The numbers that `_update` logs, by the names of the report's fields."""
@@ -261,28 +307,27 @@ class Trainer:
         return zeros | ({"params_norm": next(values)} if logging.log_params_norm else {})
 
     def _read_edge(self, loss: StepLoss, asked: Asked) -> list[float]:
-        """The one host read of a step: loss sum, tokens, ranks that ask to stop (by signal, by time), gradient norm, skipped, `_logged`."""
+        """The one host read of a step: loss sum, tokens, ranks that ask to stop (by signal, by time), gradient norm, skipped, loss
+        scale, `_logged`."""
         info = self._update_info
         assert info is not None, "the plan's STEP op runs before a step ends"
         counted = self.mesh.tp.rank == 0  # the ranks of a TP group hold the same loss
         sums = [loss.loss_sum.double() * counted, loss.tokens.double() * counted]
         mine = torch.stack([*sums, *(loss.loss_sum.new_full((), flag).double() for flag in asked)])
         total = self.mesh.world.all_reduce(mine)
-        found = [info.grad_norm, info.found_inf, *self._logged]
+        scale = total.new_ones(()) if self.loss_scale is None else self.loss_scale.value
+        found = [info.grad_norm, info.found_inf, scale, *self._logged]
         values: list[float] = torch.cat([total, torch.stack([value.double() for value in found])]).tolist()
         return values
 
-    def _refuse_endless_skipping(self, report: StepReport) -> None:
-        """Count steps in a row that are not finite, and give up beyond the limit; every rank does at the same step."""
-        self._bad_steps = self._bad_steps + 1 if report.skipped or not math.isfinite(report.loss_sum) else 0
-        limit = self.run.training.max_skipped_steps
-        if self._bad_steps > limit:
-            kept = f"the last checkpoint is that of iteration {self._saved_at}" if self._saved_at else "this run has saved no checkpoint"
-            raise TrainingError(
-                f"loss or gradient was not finite in {self._bad_steps} step(s) in a row, the last at iteration {report.iteration} "
-                f"(loss {report.loss}, gradient norm {report.grad_norm}); --max-skipped-steps {limit} ends the run here. No weight took part "
-                f"in these steps; {kept}. Lower --lr, lengthen --lr-warmup-iters, or look at the data of these iterations."
-            )
+    def _go_on_with_data(self, position: dict[str, Any] | None) -> None:
+        """Read on where the checkpoint stood, in each source apart where its mixture is another."""
+        if position is None:  # of Megatron's, or read in passes of its own
+            return
+        end = self.batches.end(self.iteration, self.consumed_samples)[1]
+        self.data, said = self.data.going_on(position, self.consumed_samples, end, self.run.data)
+        if said is not None:
+            self.console(said)
 
     def _refuse_other_model(self, state: dict[str, Any], folder: str) -> None:
         refuse_other_model(asdict(self.run.model), state["model"], folder)
@@ -319,20 +364,21 @@ class Trainer:
         """Whether the step that was just made is the one that ``--timeline`` asks for."""
         return self.run.logging.timeline is not None and self.iteration - begin == self.run.logging.timeline_iteration
 
-    def _recorder(self, begin: int, watch: Watch) -> Recorder | None:
+    def _recorder(self, begin: int, watch: Watch) -> AnyRecorder | None:
         """One for the step that ``--timeline`` asks for, and for steps whose waits are logged, on rank 0."""
         wanted = self.run.logging.timeline is not None and self.iteration + 1 - begin == self.run.logging.timeline_iteration
-        return Recorder() if (wanted and self.mesh.world.rank == 0) or watch.wants_exposed(self.iteration + 1) else None
+        return Recorder.on(self.mesh.device) if (wanted and self.mesh.world.rank == 0) or watch.wants_exposed(self.iteration + 1) else None
 
-    def _exposed_s(self, recorder: Recorder | None) -> float | None:
-        """Time that compute stood waiting for a link, where waiting blocks the host and so can be seen."""
-        if recorder is None or self.mesh.device.type != "cpu":
+    def _exposed_s(self, recorder: AnyRecorder | None) -> float | None:
+        """Time that compute stood waiting for a link."""
+        if recorder is None:
             return None
         return sum(Timeline.of(recorder.spans).exposed_s(phase) for phase in "FBS")
 
-    def _write_timeline(self, recorder: Recorder) -> None:
+    def _write_timeline(self, recorder: AnyRecorder) -> None:
         """Chrome trace and picture; what cannot be written is a warning, since training does not need it."""
         assert self.run.logging.timeline is not None
+        self.executor.complete_gathers()
         stem = self.run.logging.timeline.removesuffix(".json").removesuffix(".png")
         layout = f"TP {self.mesh.tp.size} x DP {self.mesh.dp.size}"
         timeline = Timeline.of(recorder.spans, f"step {self.iteration}, rank 0", {"layout": layout, "device": self.mesh.device.type})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,8 @@ class WandbLog:
             warnings.warn("--wandb-project needs the package wandb: pip install wandb; training goes on without it.", stacklevel=2)
             return None
         try:
+            if folder is not None:
+                os.makedirs(folder, exist_ok=True)  # else it writes elsewhere
             return cls(wandb.init(project=project, name=name, dir=folder, config=dict(settings)))
         except Exception as error:
             warnings.warn(f"--wandb-project {project}: {error}; training goes on without it.", stacklevel=2)

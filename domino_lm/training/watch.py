@@ -21,8 +21,17 @@ from domino_lm.training.tensorboard import TensorBoardLog
 from domino_lm.training.wandb_log import WandbLog
 
 Console = Callable[[str], None]
-FP32_PEAKS = {"H100": 66.9e12, "H200": 66.9e12, "H800": 66.9e12, "B200": 75e12, "A100": 19.5e12, "A800": 19.5e12, "L40S": 91.6e12}
-"""FLOP/s outside the tensor cores, by what stands in a GPU's name (the makers' datasheets); TF32 is off unless torch is told otherwise."""
+PEAKS = {
+    "H100": (66.9e12, 989.4e12),
+    "H200": (66.9e12, 989.4e12),
+    "H800": (66.9e12, 989.4e12),
+    "B200": (75e12, 2250e12),
+    "A100": (19.5e12, 312e12),
+    "A800": (19.5e12, 312e12),
+    "L40S": (91.6e12, 362.05e12),
+}
+"""Dense FLOP/s in fp32 outside the tensor cores, and in bf16 or fp16, by what stands in a GPU's name (the makers' datasheets); TF32 is off
+unless torch is told otherwise."""
 
 
 class Watch:
@@ -35,6 +44,7 @@ class Watch:
         self, run: RunConfig, console: Console, world: Communicator, device: torch.device, total: int, begin: int, consumed_samples: int
     ) -> None:
         self._run, self._console, self._rank, self._device, self._total = run, console, world.rank, device, total
+        self._begin = begin
         logging = run.logging
         self.scale = SpeedScale(
             seq_length=run.model.seq_length,
@@ -121,7 +131,9 @@ class Watch:
             "grad_norm": report.grad_norm,
             "batch_size": report.batch_size,
             "tokens": report.tokens,
+            "resumed": report.iteration == self._begin + 1 > 1,
             "skipped": report.skipped,
+            "loss_scale": report.loss_scale,
             "seconds": report.seconds,
             "tokens_per_s": tokens_per_s,
             "tflops_per_rank": tflops,
@@ -142,6 +154,7 @@ def _scalars(report: StepReport) -> dict[str, float | None]:
         **loss,
         "num-zeros": report.num_zeros,
         "params-norm": report.params_norm,
+        "loss-scale": report.loss_scale,
         "samples": report.consumed_samples,
     }
 
@@ -153,7 +166,8 @@ def peak_flops(run: RunConfig, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in FP32_PEAKS.items() if known in name), None)
+    narrow = run.precision.element_bytes < 4
+    return next((peaks[narrow] for known, peaks in PEAKS.items() if known in name), None)
 
 
 def mfu_basis(run: RunConfig, device: torch.device) -> str:
@@ -161,7 +175,9 @@ def mfu_basis(run: RunConfig, device: torch.device) -> str:
     peak = peak_flops(run, device)
     if peak is None:
         return f"MFU n/a: the peak of this {device.type} is not known; --peak-tflops names it"
-    source = "--peak-tflops" if run.logging.peak_tflops is not None else f"{torch.cuda.get_device_name(device)}, fp32"
+    source = (
+        "--peak-tflops" if run.logging.peak_tflops is not None else f"{torch.cuda.get_device_name(device)}, {run.precision.params_dtype}"
+    )
     return f"MFU of {peak / 1e12:g} TFLOP/s a rank ({source}); {MFU_FORMULA}"
 
 

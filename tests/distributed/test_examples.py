@@ -89,20 +89,32 @@ exec {python} -m domino_lm.pretrain "$@" --dry-run
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=NAMES)
-def test_a_script_is_sound_at_its_full_size(script: Path, tokens: Path, tmp_path: Path) -> None:
+def test_a_script_is_sound_at_its_full_size_and_takes_the_memory_that_its_readme_says(script: Path, tokens: Path, tmp_path: Path) -> None:
     stand_in = tmp_path / "python"
     stand_in.write_text(DRY_RUN.format(python=sys.executable))
     stand_in.chmod(0o755)
-    variables = environment(tokens, tmp_path, PYTHON=str(stand_in), WORLD_SIZE="2" if script.name == "debug.sh" else "32")
+    vocabulary = 128256 if "llama3" in script.name else 32000 if script.parent.name == "llama" else 50257
+    debug = script.name == "debug.sh"
+    backend = "gloo" if debug else "nccl"
+    variables = environment(tokens, tmp_path, PYTHON=str(stand_in), WORLD_SIZE="2" if debug else "32")
+    variables |= {"TOKENIZER": f"--vocab-size {vocabulary}", "EXTRA_ARGS": f"--distributed-backend {backend}"}
     del variables["TP"]
     out = run(script, variables)
     assert "dry run: nothing was started" in out
     assert "ignored" not in out
+    (estimate,) = re.findall(r"^memory +([\d.,]+ [MG]iB) a rank", out, re.M)
+    (told,) = re.findall(rf"^\| `{script.name}` .*\| ([\d.]+ [MG]iB) \|", (script.parent / "README.md").read_text(), re.M)
+    assert size_bytes(told) == pytest.approx(size_bytes(estimate), rel=0.05)
+
+
+def size_bytes(text: str) -> float:
+    number, unit = text.replace(",", "").split()
+    return float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
 
 
 FAKE_SLURM = {
     "scontrol": "#!/usr/bin/env bash\necho localhost\n",
-    "srun": '#!/usr/bin/env bash\nfor node in 0 1; do SLURM_NODEID=$node "$@" & done\nwait -n\nfirst=$?\nwait -n\nexit $((first + $?))\n',
+    "srun": '#!/usr/bin/env bash\nshift  # --cpu-bind\nfor node in 0 1; do SLURM_NODEID=$node "$@" & done\nwait -n\nfirst=$?\nwait -n\nexit $((first + $?))\n',
 }
 
 

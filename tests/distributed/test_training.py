@@ -279,11 +279,11 @@ def test_the_plain_program_trains_evaluates_and_leaves_its_files(running: Any, t
 
 
 THREADS_AFTER_MAIN = """
-import pathlib, sys
+import os, pathlib, sys
 from domino_lm.pretrain import main
 code = main(sys.argv[1:])
 names = [path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
-print("gloo threads left:", sum("gloo" in name for name in names))
+os.write(1, f"gloo threads left: {sum('gloo' in name for name in names)}\\n".encode())  # in one piece, since ranks share the pipe
 sys.exit(code)
 """
 
@@ -306,10 +306,15 @@ def test_no_thread_of_a_process_group_outlives_the_program(running: Any, tokens:
         ("--save /proc/nowhere", "--save /proc/nowhere cannot be written"),
         ("--split 0,1,0", "--split"),
         ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 does not divide the 1 ranks"),
+        (
+            "--data-path TOKENS TOKENS --train-iters 800",
+            "6,400 are needed, and without weights each source is read once: lower --train-iters",
+        ),
+        ("--data-path TOKENS TOKENS --eval-iters 100", "the valid data holds"),
     ],
 )
 def test_a_run_that_cannot_start_exits_with_one_message(tokens: Path, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"{TINY} --data-path {tokens} {flags}".split()) != 0
+    assert main(f"{TINY} --data-path {tokens} {flags.replace('TOKENS', str(tokens))}".split()) != 0
     error = capsys.readouterr().err
     assert error.count("error: ") == 1
     assert message in error

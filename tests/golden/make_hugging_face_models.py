@@ -1,10 +1,12 @@
 """Writes ``model/hf/``: tiny models of Hugging Face's own making and the logits that `transformers` gives them.
 
-Needs `transformers`, which tests do not: ``python -m tests.golden.make_hugging_face_models`` from the repository's root.
+Needs `transformers`, which tests do not: ``python -m tests.golden.make_hugging_face_models`` from the repository's root, with the
+names of the models to make where not all of them are.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy
@@ -27,6 +29,19 @@ MODELS = {
     "gpt2": {**GPT2},
     "gpt2_untied": {**GPT2, "tie_word_embeddings": False, "activation_function": "gelu"},
     "llama": {**LLAMA, "tie_word_embeddings": False},
+    "llama31": {
+        **LLAMA,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "head_dim": 16,
+        "initializer_range": 0.25,
+    },
     "llama_tied": {**LLAMA, "tie_word_embeddings": True, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "head_dim": 8},
 }
 
@@ -64,5 +79,5 @@ def make(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for model_name in MODELS:
+    for model_name in sys.argv[1:] or MODELS:
         make(model_name)

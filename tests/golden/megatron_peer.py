@@ -13,6 +13,9 @@ import sys
 import tempfile
 
 import numpy
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # a compiler is not needed for tiny models, and stumbles over what stands in for a GPU
+
 import torch
 import torch.distributed as dist
 
@@ -84,8 +87,7 @@ def optimizer_of(model, half=False):
                     opt.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     if half:
-        kind_of = torch.Tensor.type  # its constructor takes no weights that are not on a GPU
-        torch.Tensor.type = lambda self, *args: kind_of(self, *args) if args else kind_of(self).replace("torch.", "torch.cuda.")
+        name_gpus_for_cpus()
         return Float16OptimizerWithFloat16Params(adam, OptimizerConfig(optimizer="adam", lr=4e-3, bf16=True), None, init_state)
     return FP32Optimizer(adam, OptimizerConfig(optimizer="adam", lr=4e-3), init_state)
 
@@ -109,6 +111,30 @@ def load(job, rank, model, optimizer):
     if job["optimizer"]:
         optimizer.load_state_dict(state["optimizer"])
     return state
+
+
+def random_states(job, rank):
+    """Take over the random states of a checkpoint as Megatron's trainer does, but for the GPU's; the numbers that follow."""
+    import random
+
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    if job["format"] == "legacy":
+        file = os.path.join(job["folder"], f"mp_rank_{rank:02d}", "model_optim_rng.pt")
+        states = torch.load(file, map_location="cpu", weights_only=False)["rng_state"]
+    else:
+        stored = ShardedObject("rng_state", None, (1, job["tp"]), (0, rank), replica_id=0)
+        states = dist_checkpointing.load({"rng_state": stored}, job["folder"], strict="assume_ok_unexpected")["rng_state"]
+    (state,) = states
+    random.setstate(state["random_rng_state"])
+    numpy.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    assert state["rng_tracker_states"]  # Megatron takes an empty one for a missing one
+    gpu = {"cuda": state["cuda_rng_state"], **state["rng_tracker_states"]}
+    seeds = {name: each.view(torch.int64).tolist() for name, each in gpu.items()}
+    drawn = [random.random(), float(numpy.random.random()), torch.rand((), dtype=torch.float64).item()]
+    return {"drawn": drawn, "seeds": seeds}
 
 
 def scheduler_of(optimizer):
@@ -207,6 +233,56 @@ def half(job, rank):
     return found
 
 
+def save_distributed(job, rank):
+    """Two steps of Megatron's distributed optimizer around a bf16 model, saved in the form that the job names."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    name_gpus_for_cpus()
+    filesystem_async._process_memory = lambda: 0  # asks a package that may not be there
+    torch.manual_seed(0)
+    model = build(job).bfloat16()
+    model.config.params_dtype = torch.bfloat16
+    ddp = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True), model
+    )
+    settings = {"lr": 4e-3, "min_lr": 4e-4, "weight_decay": 0.1, "clip_grad": 0.0, "use_distributed_optimizer": True}
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", bf16=True, params_dtype=torch.bfloat16, **settings), [ddp])
+    samples = batches(job)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        tokens, labels, _mask = next(samples)
+        token_losses(ddp, tokens, labels).mean().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+    metadata = {"distrib_optim_sharding_type": job["sharding"], "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    state = {"model": model.sharded_state_dict(metadata=metadata), "iteration": 2, "checkpoint_version": 3.0}
+    state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=metadata)
+    if rank == 0:
+        os.makedirs(job["folder"])
+    dist.barrier()
+    dist_checkpointing.save(state, job["folder"], content_metadata=metadata)
+    return {"weights": {name: digest(tensor) for name, tensor in model.named_parameters()}}
+
+
+def digest(tensor):
+    return hashlib.sha256(tensor.detach().float().numpy().tobytes()).hexdigest()
+
+
+def name_gpus_for_cpus():
+    """Its optimizers take no weights that are not on a GPU, by the name of their type."""
+    kind_of = torch.Tensor.type
+    torch.Tensor.type = lambda self, *args: kind_of(self, *args) if args else kind_of(self).replace("torch.", "torch.cuda.")
+    for name in ("zeros", "ones", "full"):
+        make = getattr(torch, name)
+        on_cpu = lambda *a, make=make, **k: make(*a, **{key: value for key, value in k.items() if key != "device"})  # noqa: E731
+        setattr(torch, name, on_cpu)
+    torch.Tensor.cuda = lambda self, *_, **__: self
+
+
 def do_without_a_gpu():
     """Megatron asks for the GPU by name in a few places; hand it the CPU."""
     make_tensor = torch.tensor
@@ -218,14 +294,15 @@ def do_without_a_gpu():
 def run(rank, job, store):
     torch.set_num_threads(1)
     do_without_a_gpu()
-    tp = job["tp"]
-    dist.init_process_group("gloo", store=dist.FileStore(store, tp), rank=rank, world_size=tp)
+    tp, world = job["tp"], job.get("world", job["tp"])
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     parallel_state.initialize_model_parallel(tp)
     get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()  # nothing is dropped
-    answer = {"plain": plain, "train": train, "evaluate": evaluate, "half": half}[job["task"]](job, rank)
+    tasks = {"plain": plain, "train": train, "evaluate": evaluate, "half": half, "random": random_states, "save": save_distributed}
+    answer = tasks[job["task"]](job, rank)
     if rank == 0:
         with open(job["answer"], "w") as file:
             json.dump(answer, file)
@@ -237,4 +314,4 @@ if __name__ == "__main__":
         the_job = json.load(job_file)
     with tempfile.TemporaryDirectory() as folder:
         the_store = os.path.join(folder, "store")
-        torch.multiprocessing.spawn(run, (the_job, the_store), nprocs=the_job["tp"])
+        torch.multiprocessing.spawn(run, (the_job, the_store), nprocs=the_job.get("world", the_job["tp"]))

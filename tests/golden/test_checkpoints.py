@@ -25,7 +25,7 @@ from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.checkpoint import detect_kind, latest_iteration, load_checkpoint, save_checkpoint
 from domino_lm.training.optimizer import Optimizer
-from domino_lm.training.resume import spelt_out
+from domino_lm.training.resume import settings_of_model, spelt_out
 from domino_lm.training.stored_metadata import CheckpointError
 from domino_lm.training.torch_files import load_torch_file, values_of
 from domino_lm.training.trainer import Trainer
@@ -146,6 +146,7 @@ def test_the_arithmetic_of_the_run_that_made_it_is_reported(checkpoints: Path) -
         "norm_epsilon": 1e-5,
         "swiglu": True,
         "rotary_base": 10000.0,
+        "use_rope_scaling": False,
     }
 
 
@@ -163,6 +164,19 @@ def test_settings_that_say_what_defaults_say_are_the_same_model() -> None:
     )
     assert spelt_out(asdict(explicit)) == spelt_out(asdict(model))
     assert spelt_out(asdict(replace(model, ffn_hidden_size=128))) != spelt_out(asdict(model))
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if "core0161" not in name])
+def test_the_model_of_a_checkpoint_is_known_from_it(checkpoints: Path, name: str) -> None:
+    found = settings_of_model(checkpoints / name)
+    assert found is not None
+    assert spelt_out({**found, "vocab_size": 128}).items() <= {**spelt_out(asdict(model_of(name))), "hidden_dropout": 0.0}.items()
+    assert {"num_layers", "hidden_size", "position_embedding_type", "normalization", "swiglu"} <= found.keys()
+
+
+def test_a_checkpoint_that_does_not_say_its_model_asks_for_the_flags(checkpoints: Path) -> None:
+    with pytest.raises(CheckpointError, match="give the model's flags"):
+        settings_of_model(checkpoints / "gpt_torch_dist_core0161_tp2")
 
 
 # --- the softmax: padded rows that took part keep taking part, and no others
@@ -232,6 +246,35 @@ def test_half_precision_keeps_the_weights_that_are_trained_in_full(checkpoints: 
         stack = build_stack(model_of("gpt"), ALONE, seed=0)
         load_checkpoint(tmp_path / kind, stack, Optimizer(stack.parameters(), OptimizerConfig(lr=0.1), ALONE), MESH)
         assert all(torch.equal(p, original.read(p.spec, "weight")) for p in stack.parameters())
+
+
+def test_the_fp32_weights_of_megatrons_distributed_optimizer_are_read(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = open_stored(checkpoints / "gpt_legacy_tp2")
+    monkeypatch.setattr("domino_lm.convert.distributed.MASTER_PREFIX", "optimizer.state.param.")  # what it calls them, one a parameter
+    conversion = Conversion(
+        load=checkpoints / "gpt_legacy_tp2", save=tmp_path, to="megatron-torch_dist", vocab_size=128, dtype=torch.bfloat16
+    )
+    convert(conversion)
+    monkeypatch.undo()
+    assert b"optimizer.state.param." in (tmp_path / "iter_0000020" / ".metadata").read_bytes()
+    assert contents(open_stored(tmp_path)) == contents(original)
+    stack = build_stack(model_of("gpt"), ALONE, seed=0)
+    load_checkpoint(tmp_path, stack, Optimizer(stack.parameters(), OptimizerConfig(lr=0.1), ALONE), MESH)
+    assert all(torch.equal(p, original.read(p.spec, "weight")) for p in stack.parameters())
+
+
+def test_random_states_have_the_form_that_megatron_gives_them(checkpoints: Path, tmp_path: Path) -> None:
+    convert(Conversion(load=checkpoints / "gpt_legacy_tp1", save=tmp_path, to="megatron-legacy", vocab_size=128))
+    states = []
+    for folder in (checkpoints / "gpt_legacy_tp1", tmp_path):
+        file = folder / "iter_0000020" / "mp_rank_00" / "model_optim_rng.pt"
+        (state,) = load_torch_file(file, str(file))["rng_state"]
+        tracked = {name: each.dtype for name, each in state["rng_tracker_states"].items()}
+        kinds = {name: type(value) for name, value in state.items()}
+        states.append((list(state), kinds, tracked, state["torch_rng_state"].shape))
+    assert states[0] == states[1]
 
 
 def test_a_checkpoint_without_arguments_needs_the_models_flags(checkpoints: Path, tmp_path: Path) -> None:
@@ -319,7 +362,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "chunks": (lambda content: content.update(model0=content.pop("model")), "several model chunks"),
     "distributed optimizer": (
         lambda content: content["optimizer"].update(state={}),
-        "keeps its optimizer in distrib_optim.pt, which is not read",
+        "keeps its optimizer in distrib_optim.pt, .* which is not read; save it once more with .*--dist-ckpt-optim-fully-reshardable",
     ),
     "wrong moments": (lambda content: content["optimizer"]["state"].update({0: content["optimizer"]["state"][20]}), "do not belong to"),
 }

@@ -39,6 +39,7 @@ def settings(kind: str, schedule: str, tp: int) -> RunConfig:
             **asdict(replace(GOLDEN_MODELS[kind], make_vocab_size_divisible_by=128 // tp)),
             "lr": 4e-3,
             "min_lr": 4e-4,
+            "lr_decay_style": "cosine",
             "lr_warmup_iters": 5,
             "adam_beta2": 0.95,
             "weight_decay": 0.1,

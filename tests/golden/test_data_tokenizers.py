@@ -200,16 +200,33 @@ def test_fast_batches_give_the_ids_of_the_slow_way(kind: str, hugging_face_folde
     np.testing.assert_array_equal(ids, [token for each in slow for token in each])
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_long_texts_are_encoded_in_pieces_to_the_same_ids(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOMINO_LM_GIGATOKEN", "0")
+@pytest.mark.parametrize("gigatoken", ["0", "1"])
+@pytest.mark.parametrize("kind", [*SETTINGS, "hf_gpt2"])
+def test_long_texts_are_encoded_in_pieces_to_the_same_ids(
+    kind: str, gigatoken: str, hugging_face_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOMINO_LM_GIGATOKEN", gigatoken)
     monkeypatch.setattr("domino_lm.data.tokenizer.PIECE_CHARACTERS", 40)
-    tokenizer = build_tokenizer(SETTINGS[kind])
+    given = SETTINGS.get(kind) or settings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hugging_face_folder))
+    tokenizer = build_tokenizer(given)
     texts = ["", *corpus()[:40], *STRINGS, *random_texts(200)]
     ids, lengths = tokenizer.encode_batch(texts)
     whole = [tokenizer.encode(text) for text in texts]
     np.testing.assert_array_equal(lengths, list(map(len, whole)))
     np.testing.assert_array_equal(ids, [token for each in whole for token in each])
+
+
+@pytest.mark.parametrize(
+    ("token", "cut"), [({"content": "<x>"}, True), ({"content": "<x y>"}, False), ({"content": "<x>", "rstrip": True}, False)]
+)
+def test_texts_are_cut_only_where_no_token_reaches_over(
+    token: dict[str, Any], cut: bool, hugging_face_folder: Path, tmp_path: Path
+) -> None:
+    description = json.loads((hugging_face_folder / "tokenizer.json").read_text())
+    description["added_tokens"].append({**description["added_tokens"][0], "id": 50257, **token})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    tokenizer: Any = build_tokenizer(settings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    assert (tokenizer._border.search("a b") is not None) == cut
 
 
 def test_without_gigatoken_the_tokenizers_library_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

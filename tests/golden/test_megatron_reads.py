@@ -9,19 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from domino_lm.config import OptimizerConfig
-from domino_lm.convert.conversion import Conversion, convert
+from domino_lm.convert.conversion import Conversion, convert, open_stored
 from domino_lm.model.stack import build_stack
-from domino_lm.training.checkpoint import save_checkpoint
+from domino_lm.training.checkpoint import load_checkpoint, save_checkpoint
 from domino_lm.training.optimizer import Optimizer
+from domino_lm.training.stored_metadata import CheckpointError
 from tests.golden.checkpoint_files import family, model_of, unpack
 from tests.golden.model_files import FOLDER
 from tests.golden.test_checkpoints import ALONE, MESH, STEPS, TOLERANCE, final_loss, uninterrupted
@@ -133,3 +136,52 @@ def test_megatrons_bf16_optimizer_gets_weights_and_moments_in_full_precision(
         for role in stored.roles()
     }
     assert answer == expected
+
+
+@pytest.mark.parametrize("form", ["legacy", "torch_dist"])
+def test_megatron_takes_random_states_over_from_what_we_write(
+    megatron: Callable[..., dict[str, Any]], checkpoints: Path, tmp_path: Path, form: str
+) -> None:
+    to: Any = f"megatron-{form}"
+    written = convert(Conversion(load=checkpoints / "gpt_legacy_tp1", save=tmp_path, to=to, vocab_size=128, tensor_parallel=2))[1]
+    answer = megatron(task="random", format=form, folder=str(written), tp=2)
+    expected = [
+        random.Random(1234).random(),
+        float(numpy.random.RandomState(1234).random_sample()),
+        torch.rand((), generator=torch.Generator().manual_seed(1234), dtype=torch.float64).item(),
+    ]
+    assert answer["drawn"] == expected
+    ours = {"cuda": [1234, 0], "data-parallel-rng": [1234, 0], "model-parallel-rng": [3952, 0], "expert-parallel-rng": [2258, 0]}
+    assert answer["seeds"] == ours
+
+
+def saved_by_the_distributed_optimizer(megatron: Callable[..., dict[str, Any]], folder: Path, sharding: str) -> dict[str, str]:
+    job = {"task": "save", "model": "llama", "padded_vocab": 128, "world": 2, "sharding": sharding, "folder": str(folder)}
+    digests: dict[str, str] = megatron(**job, samples=samples_of("llama"))["weights"]
+    return digests
+
+
+def test_the_state_of_megatrons_distributed_optimizer_is_read(megatron: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    weights = saved_by_the_distributed_optimizer(megatron, tmp_path / "iter_0000002", "fully_reshardable")
+    stored = open_stored(tmp_path / "iter_0000002", model=model_of("llama"))
+    assert (stored.optimizer_steps, stored.dtype) == (2, torch.bfloat16)
+    stack = build_stack(model_of("llama"), ALONE, seed=0)
+    optimizer = Optimizer(stack.parameters(), OptimizerConfig(lr=0.1), ALONE)
+    load_checkpoint(tmp_path / "iter_0000002", stack, optimizer, MESH)
+    assert optimizer.step_count == 2
+    assert all(moment.any() for moment in (*optimizer.exp_avg, *optimizer.exp_avg_sq))
+    rounded = 0
+    for parameter in stack.parameters():
+        narrow = parameter.detach().bfloat16().float()
+        assert hashlib.sha256(narrow.numpy().tobytes()).hexdigest() == weights[parameter.spec.name]
+        rounded += int(not torch.equal(narrow, parameter))
+    assert rounded > 10  # the optimizer's own weights are finer than the model's
+
+
+def test_its_state_by_buckets_is_refused_with_the_way_out(megatron: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    saved_by_the_distributed_optimizer(megatron, tmp_path / "iter_0000002", "dp_reshardable")
+    stack = build_stack(model_of("llama"), ALONE, seed=0)
+    words = r"only by gradient buckets, which is not read; save it once more with .*--dist-ckpt-optim-fully-reshardable"
+    with pytest.raises(CheckpointError, match=words):
+        load_checkpoint(tmp_path / "iter_0000002", stack, Optimizer(stack.parameters(), OptimizerConfig(lr=0.1), ALONE), MESH)
+    load_checkpoint(tmp_path / "iter_0000002", stack, None, MESH)

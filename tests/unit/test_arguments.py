@@ -110,4 +110,7 @@ def test_flags_presets_and_checks_import_without_torch() -> None:
 
 
 if __name__ == "__main__":
+    from domino_lm.megatron_page import page
+
     SURFACE.write_text(surface())
+    (Path(__file__).parents[2] / "docs" / "megatron-flags.md").write_text(page())

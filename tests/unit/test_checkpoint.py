@@ -25,7 +25,7 @@ from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training import checkpoint
 from domino_lm.training.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from domino_lm.training.optimizer import Optimizer
-from domino_lm.training.sharded_tensors import blocks_of, write_blocks
+from domino_lm.training.sharded_tensors import Block, blocks_of, write_blocks
 from domino_lm.training.stored_metadata import CheckpointError, read_metadata
 from tests.distributed.models import GPT, LLAMA
 
@@ -225,6 +225,26 @@ def test_weights_without_optimizer_state_name_the_flag(tmp_path: Path) -> None:
     (path / "state.json").write_text(record)
     with pytest.raises(CheckpointError, match="--no-load-optim"):
         run.load(tmp_path)
+
+
+def test_optimizer_state_of_other_shapes_names_the_way_out(tmp_path: Path) -> None:
+    run = Run()
+    path = run.save(tmp_path)
+    record = (path / "state.json").read_text()
+    shutil.rmtree(path)
+    path.mkdir()
+    weights = [block for p in run.stack.parameters() for block in blocks_of(p.spec, p, ALONE)]
+    flat = [
+        Block(f"optimizer.state.exp_avg.{p.spec.name}", (p.numel(),), (0,), p.detach().flatten(), sharded=False)
+        for p in run.stack.parameters()
+    ]
+    write_blocks(path, weights + flat, ALONE)
+    (path / "state.json").write_text(record)
+    with pytest.raises(
+        CheckpointError, match=r"of other shapes than its weights .*--dist-ckpt-optim-fully-reshardable, or pass --no-load-opt"
+    ):
+        run.load(tmp_path)
+    run.load(tmp_path, optimizer=False)
 
 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:

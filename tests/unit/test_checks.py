@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
 import pytest
 
+from domino_lm import checks
 from domino_lm.arguments import parse_arguments
 from domino_lm.checks import check_run, global_batch_size
 from domino_lm.config import ConfigError, RunConfig
@@ -51,6 +59,15 @@ def test_sound_settings_pass(flags: str) -> None:
         ("--recompute-granularity full --recompute-method block", 1, ["--recompute-num-layers from 1 to"]),
         ("--seq-length 256 --max-position-embeddings 128", 1, ["--seq-length 256", "--max-position-embeddings 128", "at least 256"]),
         ("--position-embedding-type rope --kv-channels 3", 1, ["rope", "--kv-channels"]),
+        ("--bf16 --fp16", 1, ["--bf16", "--fp16", "leave one out"]),
+        ("--loss-scale 128", 1, ["--loss-scale 128", "fp32", "--fp16"]),
+        ("--fp16 --loss-scale 0", 1, ["--loss-scale 0.0 must be above 0"]),
+        ("--fp16 --initial-loss-scale 2 --min-loss-scale 4", 1, ["--min-loss-scale 4", "--initial-loss-scale 2"]),
+        ("--grad-reduce-in-bf16", 1, ["--grad-reduce-in-bf16", "--bf16"]),
+        ("--fp16 --main-grads-dtype bf16", 1, ["--main-grads-dtype bf16", "--bf16"]),
+        ("--bf16 --main-params-dtype fp16", 1, ["--main-params-dtype fp16", "1/2048"]),
+        ("--exp-avg-dtype fp16", 1, ["--exp-avg-dtype fp16", "6e-8", "bf16 or fp32"]),
+        ("--exp-avg-sq-dtype bf16", 1, ["--exp-avg-sq-dtype bf16", "--adam-beta2 0.999", "at most 0.96875"]),
         ("--min-lr 1", 1, ["--min-lr 1.0", "--lr 0.001"]),
         ("--lr-warmup-iters 10", 1, ["--lr-warmup-iters 10", "10 iterations"]),
         ("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-fraction", "--lr-warmup-iters 1"]),
@@ -74,12 +91,100 @@ def test_sound_settings_pass(flags: str) -> None:
         ("--exit-duration-in-mins 0", 1, ["--exit-duration-in-mins 0.0 must be above 0"]),
         ("--peak-tflops 0", 1, ["--peak-tflops 0.0 must be above 0"]),
         ("--finetune", 1, ["--finetune", "--load"]),
+        ("--no-save-optim", 1, ["--no-save-optim", "give --save"]),
+        ("--ckpt-step 0", 1, ["--ckpt-step 0 must be above 0"]),
+        ("--use-checkpoint-opt_param-scheduler", 1, ["--use-checkpoint-opt-param-scheduler", "give --load"]),
+        ("--load x --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler", 1, ["from either side", "leave one out"]),
+        ("--use-rope-scaling", 1, ["--use-rope-scaling", "--position-embedding-type rope"]),
         ("--exit-on-missing-checkpoint", 1, ["--exit-on-missing-checkpoint", "--load"]),
+        ("--split 0,1,1", 1, ["--split 0,1,1", "first number must be above 0"]),
+        ("--split 90,-1", 1, ["--split '90,-1'", "969,30,1"]),
+        ("--split 0,0,0", 1, ["--split '0,0,0'", "above 0"]),
+        ("--mock-data", 1, ["--data-path and --mock-data", "give one of"]),
+        ("--train-data-path y", 1, ["--data-path and --train-data-path", "give one of"]),
+        ("--data-path 1 x two y", 1, ["--data-path", "two"]),
+        ("--no-data-sharding", 1, ["--no-data-sharding", "--dataloader-type cyclic"]),
+        ("--tokenizer-model t.model", 1, ["--tokenizer-model t.model", "give --tokenizer-type"]),
+        ("--train-samples 1", 1, ["--train-samples", "--train-iters"]),
+        ("--lr-warmup-init 2", 1, ["--lr-warmup-init 2.0", "--lr 0.001"]),
+        ("--global-batch-size 8 --rampup-batch-size 16 2 10", 1, ["--rampup-batch-size 16 2 10", "does not reach", "8"]),
+        ("--swiglu --hidden-size 4 --num-attention-heads 1", 1, ["--swiglu", "MLP of width 0", "--ffn-hidden-size"]),
+        ("--num-workers -1", 1, ["--num-workers -1 must be 0 or more"]),
+        ("--high-priority-stream-groups tp pp", 1, ["--high-priority-stream-groups pp", "tp and dp"]),
+        ("--cuda-graph --domino-pair micro-batches", 2, ["--cuda-graph", "--domino-pair micro-batches", "row-groups"]),
+        ("--overlap-param-gather", 2, ["--overlap-param-gather", "--use-distributed-optimizer"]),
+        (
+            "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+            2,
+            ["--use-distributed-optimizer", "--data-parallel-sharding-strategy no_shard", "leave one out"],
+        ),
+        ("--cuda-graph --data-parallel-sharding-strategy optim_grads", 2, ["--cuda-graph", "optim_grads", "use optim"]),
+        ("--cuda-graph --use-distributed-optimizer --overlap-param-gather", 2, ["--cuda-graph", "--overlap-param-gather", "leave one out"]),
+        ("--cuda-graph --cuda-graph-warmup-steps 0", 1, ["--cuda-graph-warmup-steps 0", "at least one step"]),
     ],
 )
 def test_a_wrong_combination_names_flags_values_and_the_way_out(flags: str, world_size: int, names: list[str]) -> None:
     message = faults(flags, world_size)
     assert [name for name in names if name not in message] == [], message
+
+
+APART = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ("--train-iters 1 --valid-data-path y", ["leave out training", "--train-data-path"]),
+        ("--train-iters 1 --train-data-path y --split 9,1,0", ["--split 9,1,0", "leave --split out"]),
+        ("--data-path x", ["--train-iters or --train-samples", "neither is given"]),
+        ("--train-iters 1 --data-path x", ["the vocabulary size is unknown", "--tokenizer-type", "--vocab-size"]),
+        ("--train-iters 1 --data-path x --tokenizer-type NullTokenizer", ["NullTokenizer also needs --vocab-size"]),
+        ("--data-path x --train-samples 1", ["--train-samples 1", "one batch of 2"]),
+        ("--data-path x --train-samples 9 --lr-decay-iters 5", ["--lr-decay-iters 5", "use --lr-decay-samples"]),
+        ("--data-path x --train-samples 9 --lr-decay-style WSD", ["--lr-wsd-decay-samples"]),
+        ("--train-iters 1", ["no flag says where the data is", "--data-path"]),
+    ],
+)
+def test_a_run_without_data_or_length_is_refused(flags: str, names: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_run(parse_arguments(f"{APART} {flags}".split()), 1)
+    assert [name for name in names if name not in str(raised.value)] == [], str(raised.value)
+
+
+def test_every_refusal_in_the_source_has_a_case_here() -> None:
+    """Runs the cases of this file and looks which of the source's refusals they reach."""
+    source = Path(checks.__file__).read_text()
+    refusals = {node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Yield)}
+    cases = [
+        (f"{BASE} {flags}", world_size) for flags, world_size, _ in cases_of(test_a_wrong_combination_names_flags_values_and_the_way_out)
+    ]
+    cases += [(f"{APART} {flags}", 1) for flags, _ in cases_of(test_a_run_without_data_or_length_is_refused)]
+    runs = [(parse_arguments(flags.split()), world_size) for flags, world_size in cases]
+    reached: set[int] = set()
+
+    def watch(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != checks.__file__:
+            return None
+        if event == "line":
+            reached.add(frame.f_lineno)
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        for settings, world_size in runs:
+            with suppress(ConfigError):
+                check_run(settings, world_size)
+    finally:
+        sys.settrace(before)
+    lines = source.splitlines()
+    assert [f"{line}: {lines[line - 1].strip()}" for line in sorted(refusals - reached)] == []
+
+
+def cases_of(test: Any) -> list[Any]:
+    """Arguments of a parametrized test."""
+    (mark,) = test.pytestmark
+    return list(mark.args[1])
 
 
 def test_the_data_and_the_vocabulary_must_be_named() -> None:

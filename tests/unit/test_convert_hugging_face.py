@@ -58,6 +58,17 @@ def test_logits_are_those_of_transformers(ranks: Ranks, tmp_path: Path, name: st
         assert (logits[..., : expected.shape[-1]] - expected).abs().max() < TOLERANCE
 
 
+def test_frequencies_scaled_as_llama_3_1_has_them_show_in_the_logits(ranks: Ranks, tmp_path: Path) -> None:
+    folder = converted(FOLDER / "llama31", tmp_path, "native")
+    record = json.loads((folder / "state.json").read_text())
+    assert record["state"]["model"].items() >= {"use_rope_scaling": True, "rope_scaling_factor": 32.0}.items()
+    record["state"]["model"]["use_rope_scaling"] = False
+    (folder / "state.json").write_text(json.dumps(record))
+    tokens, expected = recorded("llama31")
+    (logits,) = ranks(1).run(our_logits, str(tmp_path), tokens)
+    assert (logits[..., : expected.shape[-1]] - expected).abs().max() > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_padding_does_not_take_part(ranks: Ranks, tmp_path: Path, tp: int) -> None:
     converted(FOLDER / "llama", tmp_path, "native")
@@ -88,6 +99,20 @@ def test_weights_come_back_from_megatrons_kinds_to_the_bit(tmp_path: Path, name:
     converted(FOLDER / name, tmp_path / "there", through, tensor_parallel=tp)
     assert detect_kind(tmp_path / "there") == through
     converted(tmp_path / "there", tmp_path / "hf", "hf")
+    assert_same_model(tmp_path / "hf", FOLDER / name)
+
+
+KINDS = ["native", "megatron-legacy", "megatron-torch_dist", "hf"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama31"])
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("source", KINDS)
+def test_every_kind_becomes_every_other_at_another_tensor_parallel_size(tmp_path: Path, source: str, target: str, name: str) -> None:
+    converted(FOLDER / name, tmp_path / "source", source, tensor_parallel=2)
+    converted(tmp_path / "source", tmp_path / "target", target, tensor_parallel=1)
+    assert (detect_kind(tmp_path / "source"), detect_kind(tmp_path / "target")) == (source, target)
+    converted(tmp_path / "target", tmp_path / "hf", "hf")
     assert_same_model(tmp_path / "hf", FOLDER / name)
 
 
@@ -146,7 +171,8 @@ def changed(tmp_path: Path, name: str, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "scaled by 'llama3'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}}, "scaled by 'yarn'"),
+        ("llama", {"rope_parameters": {**MODELS["llama31"]["rope_parameters"], "low_freq_factor": 2.0}}, "scaled with low_freq_factor 2.0"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "scaled by 'linear'"),
         ("llama", {"attention_bias": True}, "attention_bias True with mlp_bias False"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),

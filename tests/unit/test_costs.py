@@ -202,8 +202,9 @@ def test_rows_hold_no_more_activations_than_the_whole() -> None:
 def test_attention_dropout_costs_the_score_matrix() -> None:
     dropping = replace(GPT, attention_dropout=0.1)
     plain, explicit = (memory_of(plan_of().ops, shapes_of(model, plan_of(), 2, H100, 4)).activations for model in (GPT, dropping))
-    scores = GPT.num_layers * 4 * (GPT.num_attention_heads // 2) * GPT.seq_length**2
-    assert explicit - plain == pytest.approx(3 * scores, rel=0.05)
+    scores = 4 * (GPT.num_attention_heads // 2) * GPT.seq_length**2
+    kept = GPT.num_layers * (4 + 2 + 1) * scores  # softmax in fp32, the same after dropout in bf16, a byte of mask
+    assert kept < explicit - plain < kept + 3 * 4 * scores + 0.2 * kept
 
 
 def test_the_predicted_share_of_communication_is_the_published_one() -> None:

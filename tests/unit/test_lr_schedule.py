@@ -12,7 +12,7 @@ from domino_lm.config import ConfigError, OptimizerConfig
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
 
 CURVES = json.loads((Path(__file__).parents[1] / "golden" / "model" / "train_gpt_tp1_dp1.json").read_text())
-MEGATRON = OptimizerConfig(lr=4e-3, min_lr=4e-4, lr_warmup_iters=5, lr_decay_iters=20)
+MEGATRON = OptimizerConfig(lr=4e-3, min_lr=4e-4, lr_decay_style="cosine", lr_warmup_iters=5, lr_decay_iters=20)
 BATCH = 8
 
 
@@ -70,25 +70,35 @@ def test_a_resumed_schedule_goes_on_where_it_stood() -> None:
     whole, first, second = schedule(), schedule(), schedule()
     expected = rates(whole, 20)
     found = rates(first, 9)
-    assert second.load_state_dict(json.loads(json.dumps(first.state_dict())), override=False) == []
+    assert "which is what the flags say, 72 samples into it" in second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert found + rates(second, 11) == expected
 
 
 def test_another_rate_on_resume_is_refused_with_both_values_and_the_way_out() -> None:
     old = schedule(OptimizerConfig(lr=6e-4, lr_decay_style="constant"))
     with pytest.raises(ConfigError, match=r"peak 0.0006 in the checkpoint, 6e-05 now.*--override-opt-param-scheduler"):
-        schedule(OptimizerConfig(lr=6e-5)).load_state_dict(old.state_dict(), override=False)
+        schedule(OptimizerConfig(lr=6e-5)).load_state_dict(old.state_dict())
 
 
 def test_an_overridden_schedule_takes_the_new_rate_from_the_first_resumed_step_on() -> None:
     old, new = schedule(OptimizerConfig(lr=6e-4, lr_decay_style="constant")), schedule(OptimizerConfig(lr=6e-5))
     rates(old, 10)
-    assert len(new.load_state_dict(old.state_dict(), override=True)) == 2
+    said = new.load_state_dict(old.state_dict(), override=True)
+    assert "this command line's as a whole, 80 samples into it, not the checkpoint's (peak 0.0006 in the checkpoint, 6e-05 now" in said
     assert new.value() == new.shape.at(10 * BATCH) < 6e-5
 
 
+def test_the_checkpoints_rate_is_taken_whole_when_it_is_asked_for() -> None:
+    old, new = schedule(OptimizerConfig(lr=6e-4, lr_decay_style="cosine", lr_warmup_iters=3)), schedule(OptimizerConfig(lr=6e-5))
+    rates(old, 10)
+    said = new.load_state_dict(json.loads(json.dumps(old.state_dict())), use_checkpoint=True)
+    assert "the checkpoint's as a whole, 80 samples into it, not this command line's (peak 0.0006 in the checkpoint, 6e-05 now" in said
+    assert new.shape == old.shape
+    assert rates(new, 5) == rates(old, 5)
+
+
 def test_lengths_in_samples_mean_the_same_as_in_iterations() -> None:
-    by_samples = OptimizerConfig(lr=4e-3, min_lr=4e-4, lr_warmup_samples=5 * BATCH, lr_decay_samples=20 * BATCH)
+    by_samples = OptimizerConfig(lr=4e-3, min_lr=4e-4, lr_decay_style="cosine", lr_warmup_samples=5 * BATCH, lr_decay_samples=20 * BATCH)
     shape = LearningRateShape.from_config(by_samples, BatchSchedule(full=BATCH, start=BATCH, train_samples=20 * BATCH))
     assert shape == schedule().shape
 

@@ -78,6 +78,20 @@ def test_an_interval_without_a_counted_token_prints_a_zero_loss() -> None:
     assert "lm loss: 0.000000E+00" in line(replace(REPORT, loss_sum=0.0, tokens=0))
 
 
+def test_the_loss_scale_is_told_in_the_line_and_in_tensorboard(tmp_path: Path) -> None:
+    assert "| loss scale: 65536.0 | grad norm" in line(replace(REPORT, loss_scale=65536.0))
+    log = TensorBoardLog.open(str(tmp_path), 0, 0)
+    assert log is not None
+    log.step(replace(REPORT, loss_scale=65536.0))
+    log.close()
+    assert points(tmp_path)["loss-scale"] == [(1, 65536.0)]
+
+
+def test_an_overflow_is_skipped_and_no_nan_iteration() -> None:
+    found = line(replace(REPORT, skipped=True, grad_norm=float("inf")))
+    assert "number of skipped iterations:   1 | number of nan iterations:   0 |" in found
+
+
 def test_a_skipped_step_is_counted_and_stays_out_of_the_loss() -> None:
     found = line(REPORT, replace(REPORT, loss_sum=float("nan"), skipped=True))
     assert "lm loss: 5.349459E+00" in found
@@ -136,7 +150,7 @@ def test_asked_for_numbers_stand_where_megatron_puts_them() -> None:
     interval.add(report)
     found = interval.line(report, 20, NOW)
     assert "| elapsed time per iteration (ms): 100.0 | throughput per GPU (TFLOP/s/GPU): 1.2 | learning rate" in found
-    assert "| grad norm: 2.856 | num zeros: 2 | params norm: 38.103 | number of skipped" in found
+    assert "| grad norm: 2.856 | num zeros: 2.0 | params norm: 38.103 | number of skipped" in found
 
 
 def test_the_speed_line_says_tokens_waits_memory_and_mfu() -> None:
@@ -226,3 +240,15 @@ def test_wandb_gets_settings_and_the_values_that_are_there(monkeypatch: pytest.M
     assert fake.opened == {"project": "project", "name": "name", "dir": None, "config": {"num_layers": 2}}
     assert fake.logged == [(3, {"lm loss": 1.0})]
     assert fake.finished
+
+
+def test_the_real_wandb_keeps_an_offline_run_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="Weights & Biases is not installed")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    log = WandbLog.open("project", "name", str(tmp_path / "new"), {"num_layers": 2, "data_path": ("a", "b"), "split": None})
+    assert log is not None
+    log.log({"lm loss": 1.0, "params-norm": None}, 3)
+    log.log({"lm loss validation-0": 1.0}, 3)
+    log.close()
+    assert list((tmp_path / "new").rglob("run-*.wandb"))

@@ -3,43 +3,61 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from domino_lm.schedule.ops import Kind, Op, dataflow, transformer_chain
+from domino_lm.config import Sharding
+from domino_lm.schedule.ops import DP_LINK, Kind, Op, dataflow, is_gather, transformer_chain, uses_weights
 from domino_lm.schedule.passes import (
     defer_wgrad,
+    gather_parameters,
     last_writers,
+    micro_batch,
     pair_micro_batches,
     recompute,
     reduce_gradients,
     serialize,
+    steady_state,
     step_templates,
-    without_reduction,
 )
 from domino_lm.schedule.plan import Plan, build_plan, cut, wgrad_each_row
 from domino_lm.schedule.validate import PlanError, validate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
+SHARDINGS: list[Sharding] = ["no_shard", "optim", "optim_grads"]
 COMPUTES = (Kind.BODY, Kind.TAIL, Kind.LOCAL, Kind.LOSS, Kind.WGRAD)
 
 
-def with_step(plan: Plan, buckets: int = 1, overlap: bool = True, replica: bool = False) -> Plan:
+def with_step(
+    plan: Plan, buckets: int = 1, overlap: bool = True, replica: bool = False, sharding: Sharding = "no_shard", overlap_gather: bool = False
+) -> Plan:
     """The plan with its parts' gradients in ``buckets``, and with ``replica`` one more that TP ranks sum."""
     writers = last_writers(plan)
     order = sorted(writers, key=lambda part: writers[part])
     bounds = [len(order) * i // buckets for i in range(buckets + 1)]
     groups: list[list[int]] = [order[bounds[i] : bounds[i + 1]] for i in range(buckets)]
     groups += [[part for part in order if part % 2]] if replica else []
-    return reduce_gradients(plan, [group for group in groups if group], overlap, [len(groups) - 1] if replica else [])
+    groups = [group for group in groups if group]
+    plan = reduce_gradients(plan, groups, overlap, [len(groups) - 1] if replica else [], sharding)
+    return gather_parameters(plan, overlap_gather) if sharding != "no_shard" else plan
 
 
-def full_plan(layers: int, rows: int, cols: int, each_row: bool, buckets: int, overlap: bool = True) -> Plan:
+def full_plan(
+    layers: int,
+    rows: int,
+    cols: int,
+    each_row: bool,
+    buckets: int,
+    overlap: bool = True,
+    sharding: Sharding = "no_shard",
+    overlap_gather: bool = False,
+) -> Plan:
     plan = build_plan(transformer_chain(layers), cut(rows + 1, rows), cols)
-    return with_step(wgrad_each_row(plan) if each_row else plan, buckets, overlap)
+    return with_step(wgrad_each_row(plan) if each_row else plan, buckets, overlap, False, sharding, overlap_gather)
 
 
 plans = st.builds(
@@ -50,6 +68,8 @@ plans = st.builds(
     each_row=st.booleans(),
     buckets=st.integers(1, 3),
     overlap=st.booleans(),
+    sharding=st.sampled_from(SHARDINGS),
+    overlap_gather=st.booleans(),
 )
 
 
@@ -74,13 +94,14 @@ def all_plans(draw: st.DrawFn) -> Plan:
     core = draw(st.sets(st.sampled_from(inner))) - full
     plan = recompute(plan, full, core) if full | core else plan
     plan = pair_micro_batches(plan) if groups == 1 and draw(st.booleans()) else plan
-    return with_step(plan, draw(st.integers(1, 3)), draw(st.booleans()), replica=sequence_parallel)
+    sharding = draw(st.sampled_from(SHARDINGS))
+    return with_step(plan, draw(st.integers(1, 3)), draw(st.booleans()), sequence_parallel, sharding, draw(st.booleans()))
 
 
 @given(all_plans())
 def test_every_plan_is_sound_with_and_without_the_steps_end(plan: Plan) -> None:
     validate(plan)
-    validate(without_reduction(plan))
+    validate(plan.with_ops(micro_batch(plan)))
     if not plan.paired:
         validate(serialize(plan))
 
@@ -92,7 +113,52 @@ def test_every_micro_batch_of_a_step_is_computed_once(plan: Plan, micro_batches:
     counts = Counter(op._replace(micro=0) for op in ops if op.phase != "S")
     assert counts == dict.fromkeys(once, micro_batches)
     assert [op.kind for op in ops].count(Kind.STEP) == 1
-    assert ops[-1].kind is Kind.STEP
+    assert all(is_gather(op) for op in ops[ops.index(next(op for op in ops if op.kind is Kind.STEP)) + 1 :])
+
+
+@given(all_plans(), st.integers(1, 5))
+def test_gradients_are_reduced_once_a_step_or_by_shares_once_a_micro_batch(plan: Plan, micro_batches: int) -> None:
+    ops = [op for template in step_templates(plan, micro_batches) for op in template]
+    reductions = Counter(op.part for op in ops if op.phase == "S" and op.kind is Kind.START and op.lane == DP_LINK and not is_gather(op))
+    times = micro_batches if plan.slicing.sharding == "optim_grads" else 1
+    assert reductions == dict.fromkeys(range(len(plan.slicing.buckets)), times)
+
+
+@given(all_plans(), st.integers(1, 5))
+def test_parameters_are_gathered_once_a_step_and_before_they_are_used(plan: Plan, micro_batches: int) -> None:
+    """Over two steps: the second uses no bucket between its update and the wait for its gather."""
+    step = [op for template in step_templates(plan, micro_batches) for op in template]
+    waits = [op.part for op in step if is_gather(op) and op.kind is Kind.WAIT]
+    assert sorted(waits) == (list(range(len(plan.slicing.buckets))) if plan.slicing.sharded else [])
+    missing: set[int] = set()
+    for op in step + step:
+        if op.kind is Kind.STEP and plan.slicing.sharded:
+            missing = set(range(len(plan.slicing.buckets)))
+        if is_gather(op) and op.kind is Kind.WAIT:
+            missing.discard(op.part)
+        assert not uses_weights(op) or missing.isdisjoint(plan.slicing.buckets_of(op.part)), op
+
+
+@given(all_plans(), st.integers(1, 3))
+def test_a_step_that_repeats_redeems_what_it_starts(plan: Plan, micro_batches: int) -> None:
+    step = [op for template in step_templates(plan, micro_batches) for op in template]
+    ops, in_flight = steady_state(step), []
+    assert Counter(ops) == Counter(step)
+    for op in ops:
+        if op.kind is Kind.START and op.lane == DP_LINK:
+            in_flight.append(op)
+        if op.kind is Kind.WAIT and op.lane == DP_LINK:
+            assert in_flight.pop(0) == op._replace(kind=Kind.START)
+    assert not in_flight
+
+
+@given(all_plans())
+def test_gradients_by_shares_leave_two_buckets_travelling_at_no_time(plan: Plan) -> None:
+    travelling = 0
+    for op in plan.ops:
+        if op.phase == "S" and op.lane == DP_LINK and not is_gather(op) and plan.slicing.sharding == "optim_grads":
+            travelling += {Kind.START: 1, Kind.WAIT: -1}.get(op.kind, 0)
+            assert travelling <= 1
 
 
 @given(all_plans())
@@ -192,7 +258,8 @@ def test_one_row_computes_while_another_rows_collective_travels(layers: int, row
 
 @given(plans, st.data())
 def test_a_plan_without_one_of_its_ops_is_refused(plan: Plan, data: st.DataObject) -> None:
-    removed = data.draw(st.integers(0, len(plan.ops) - 2))
+    removable = [i for i, op in enumerate(plan.ops) if op.kind is not Kind.STEP]
+    removed = data.draw(st.sampled_from(removable))
     with pytest.raises(PlanError):
         validate(plan.with_ops(op for i, op in enumerate(plan.ops) if i != removed))
 
@@ -200,7 +267,9 @@ def test_a_plan_without_one_of_its_ops_is_refused(plan: Plan, data: st.DataObjec
 @given(plans, st.data())
 def test_an_op_moved_before_what_it_reads_is_refused_and_shown(plan: Plan, data: st.DataObject) -> None:
     flows = [dataflow(op, plan.slicing) for op in plan.ops]
-    position = data.draw(st.sampled_from([i for i, (reads, _) in enumerate(flows) if reads]))
+    position = data.draw(
+        st.sampled_from([i for i, (reads, _) in enumerate(flows) if any(reads and set(reads) & set(writes) for _, writes in flows[:i])])
+    )
     reads = set(flows[position][0])
     writer = max(i for i in range(position) if reads & set(flows[i][1]))
     ops = list(plan.ops)
@@ -225,6 +294,38 @@ def test_a_reduction_before_its_last_gradient_is_refused() -> None:
     ops.insert(start - 1, ops.pop(start))
     with pytest.raises(PlanError, match=r"startS0\.\*, reads grad"):
         validate(plan.with_ops(ops))
+
+
+def test_parameters_used_before_their_gather_are_refused() -> None:
+    plan = full_plan(1, 1, 1, False, 2, sharding="optim", overlap_gather=True)
+    ops = list(plan.ops)
+    wait = next(i for i, op in enumerate(ops) if is_gather(op) and op.part == 0)
+    ops.insert(wait + 1, ops.pop(wait))
+    with pytest.raises(PlanError, match="uses parameters of bucket 0, whose gather has not been waited for"):
+        validate(plan.with_ops(ops))
+
+
+def test_a_step_that_leaves_a_bucket_ungathered_is_refused() -> None:
+    plan = full_plan(1, 1, 1, False, 2, sharding="optim", overlap_gather=True)
+    with pytest.raises(PlanError, match=r"writes updated S[01]\.0, which nothing reads"):
+        validate(plan.with_ops(op for op in plan.ops if not is_gather(op)))
+
+
+def test_a_gradient_that_changes_while_its_bucket_travels_is_refused() -> None:
+    """The memory of a bucket serves the next micro-batch once the reduction has been redeemed, and not before."""
+    paired = pair_micro_batches(full_plan(1, 1, 1, False, 1, sharding="optim_grads"))
+    ops = [op for template in step_templates(paired, 2) for op in template]
+    wait = ops.pop(ops.index(Op.parse("m0 waitS0.*:reduce_scatter")))
+    ops.insert(ops.index(Op.parse("m1 startS0.*:reduce_scatter")), wait)
+    with pytest.raises(PlanError, match="changes a gradient of bucket 0 after its reduction has started"):
+        validate(replace(paired, ops=tuple(ops), paired=False))
+
+
+def test_what_follows_the_step_is_refused_unless_it_gathers() -> None:
+    plan = full_plan(1, 1, 1, False, 1)
+    wgrad = next(op for op in plan.ops if op.kind is Kind.WGRAD and op.part == 0)._replace(micro=1)
+    with pytest.raises(PlanError):
+        validate(plan.with_ops([*plan.ops, wgrad]))
 
 
 def test_serial_plans_redeem_each_collective_at_once() -> None:
@@ -261,6 +362,8 @@ def reviewed_plans() -> dict[str, str]:
     plans = {
         "baseline": build_plan(chain),
         "rows2": with_step(build_plan(chain, (1, 1)), 2),
+        "rows2_optim": with_step(build_plan(chain, (1, 1)), 2, sharding="optim", overlap_gather=True),
+        "rows2_optim_grads": with_step(build_plan(chain, (1, 1)), 3, sharding="optim_grads"),
         "rows2_wgrad_each": wgrad_each_row(build_plan(chain, (1, 1))),
         "columns2": build_plan(chain, (1,), 2),
         "rows2_columns2": build_plan(chain, (1, 1), 2),
@@ -272,7 +375,12 @@ def reviewed_plans() -> dict[str, str]:
         "sequence_parallel_recompute": recompute(build_plan(chain, sequence_parallel=True), full=first_layer),
     }
     texts = {name: str(plan) for name, plan in plans.items()}
-    return {**texts, "paired": paired_text(pair_micro_batches(with_step(build_plan(chain, (1, 1)))))}
+    shared = with_step(build_plan(chain), 2, sharding="optim_grads", overlap_gather=True)
+    return {
+        **texts,
+        "paired": paired_text(pair_micro_batches(with_step(build_plan(chain, (1, 1))))),
+        "paired_optim_grads": paired_text(pair_micro_batches(shared)),
+    }
 
 
 @pytest.mark.parametrize("name", reviewed_plans())

@@ -42,6 +42,42 @@ def test_event_files_give_the_same_curves(tmp_path: Path) -> None:
     assert run.points("grad_norm", "samples") == [(8, pytest.approx(2.8561)), (16, pytest.approx(2.8561))]
 
 
+def test_each_validation_set_and_each_resume_is_read_from_a_metrics_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    file = MetricsFile.open(str(path), 0)
+    assert file is not None
+    for i in (1, 2, 3):
+        file.write({"iteration": i, "consumed_samples": 8 * i, "batch_size": 8, "lm_loss": 1.0, "resumed": i == 3})
+    for number in (0, 1):
+        file.write({"iteration": 2, "consumed_samples": 16, "split": f"valid-{number}", "validation_loss": 5.0 + number})
+    file.close()
+    run = read_run(path)
+    assert [(name, run.points(name, "iteration")) for name in run.evaluations] == [
+        ("validation_loss-0", [(2, 5.0)]),
+        ("validation_loss-1", [(2, 6.0)]),
+    ]
+    assert (run.resumed_at("iteration"), run.resumed_at("samples")) == ([2], [16])
+    assert main([str(path), "--output", str(tmp_path / "a.png")]) == 0
+
+
+def test_each_validation_set_and_each_resume_is_read_from_event_files(tmp_path: Path) -> None:
+    for begin in (0, 2):
+        log = TensorBoardLog.open(str(tmp_path), begin, 8 * begin)
+        assert log is not None
+        log.settings({"lr": 1.0})
+        for i in (begin + 1, begin + 2):
+            log.step(replace(REPORT, iteration=i, consumed_samples=8 * i))
+        log.validation(begin + 2, 8 * (begin + 2), 4.0, "-0")
+        log.validation(begin + 2, 8 * (begin + 2), 5.0, "-1")
+        log.close()
+    run = read_run(tmp_path)
+    assert [(name, run.points(name, "samples")) for name in run.evaluations] == [
+        ("validation_loss-0", [(16, 4.0), (32, 4.0)]),
+        ("validation_loss-1", [(16, 5.0), (32, 5.0)]),
+    ]
+    assert (run.resumed_at("iteration"), run.resumed_at("samples")) == ([2], [16])
+
+
 def test_several_runs_are_drawn_into_one_picture(tmp_path: Path) -> None:
     runs = [str(metrics(tmp_path / name / "metrics.jsonl")) for name in ("a", "b")]
     output = tmp_path / "curves.png"

@@ -5,22 +5,24 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import chain, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from domino_lm.config import ModelConfig, ScheduleConfig
+from domino_lm.config import ModelConfig, ScheduleConfig, Sharding
 from domino_lm.schedule.costs import Shapes, shapes_of
 from domino_lm.schedule.hardware import HARDWARE, Hardware
 from domino_lm.schedule.links import Fabric, Link
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, transformer_chain
-from domino_lm.schedule.passes import reduce_gradients, serialize, step_templates
+from domino_lm.schedule.passes import gather_parameters, reduce_gradients, serialize, steady_state, step_templates
 from domino_lm.schedule.plan import Plan, build_plan
-from domino_lm.schedule.predict import BASELINE, SCHEDULES, SERIAL, Schedule, Setting, bucket_parts, optimum, predict, sliced
+from domino_lm.schedule.predict import BASELINE, SCHEDULES, SERIAL, Prediction, Schedule, Setting, bucket_parts, optimum, predict, sliced
 from domino_lm.schedule.simulator import OpTime, Simulation, replay, simulate
 
 CLOSE = 1e-9
+SHARDINGS: list[Sharding] = ["no_shard", "optim", "optim_grads"]
 LAW = settings(max_examples=60, deadline=None)
 
 
@@ -53,8 +55,9 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Shapes, Hardware, int]:
     setting = Setting(model=model, hardware=hardware, tensor_parallel=tp, micro_batch_size=size)
     plan = Schedule(schedule, serial=draw(st.booleans()) and not schedule.domino_defer_wgrad).plan(setting)
     shapes = shapes_of(model, plan, tp, hardware, size)
-    plan = reduce_gradients(plan, *in_buckets(plan, shapes))
-    step = plan.with_ops(chain.from_iterable(step_templates(plan, draw(st.integers(1, 3)))))
+    plan = reduce_gradients(plan, *in_buckets(plan, shapes), draw(st.sampled_from(SHARDINGS)))
+    plan = gather_parameters(plan, draw(st.booleans())) if plan.slicing.sharded else plan
+    step = plan.with_ops(steady_state(list(chain.from_iterable(step_templates(plan, draw(st.integers(1, 3)))))))
     return step, replace(shapes, slicing=plan.slicing), hardware, dp
 
 
@@ -214,3 +217,31 @@ def model(layers: int) -> ModelConfig:
     return ModelConfig(
         num_layers=layers, hidden_size=4096, num_attention_heads=32, seq_length=1024, vocab_size=50257, attention_dropout=0.0
     )
+
+
+def replicated(sharding: Sharding, **settings: Any) -> Prediction:
+    """One step of four micro-batches on 8 replicas under the distributed optimizer."""
+    model = ModelConfig(num_layers=4, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=1000)
+    setting = Setting(model=model, hardware=HARDWARE["dgx-h100"], tensor_parallel=8, data_parallel=8, micro_batch_size=2, micro_batches=4)
+    schedule = Schedule(ScheduleConfig(schedule="baseline", data_parallel_sharding_strategy=sharding, **settings))
+    return predict(setting, schedule, bucket_size=1_000_000)
+
+
+def test_replicas_share_the_optimizers_memory_and_with_shares_of_gradients_theirs() -> None:
+    plain, optim, both = (replicated(sharding).memory for sharding in SHARDINGS)
+    assert optim.optimizer == both.optimizer == plain.optimizer / 8
+    assert plain.gradients == optim.gradients > 1.5 * both.gradients
+
+
+def test_gradients_by_shares_travel_once_a_micro_batch() -> None:
+    optim, both = (replicated(sharding).over_step(reduction_s) for sharding in SHARDINGS[1:])
+    assert both == pytest.approx(4 * optim)
+
+
+def reduction_s(simulation: Simulation) -> float:
+    found = zip(simulation.plan.ops, simulation.times, strict=True)
+    return sum(time.transfer_s for op, time in found if op.phase == "S" and op.collective == "reduce_scatter")
+
+
+def test_gathers_behind_forward_make_a_step_shorter() -> None:
+    assert replicated("optim", overlap_param_gather=True).step_s < replicated("optim").step_s

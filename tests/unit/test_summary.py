@@ -15,6 +15,7 @@ from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.presets import PRESETS
 from domino_lm.pretrain import main
+from domino_lm.schedule.hardware import HARDWARE
 from domino_lm.summary import RunSummary, memory_estimate, parameter_count, without_effect
 from tests.unit.published_sizes import PUBLISHED
 
@@ -52,6 +53,38 @@ def test_the_estimate_counts_every_weight_four_times_and_shrinks_with_tensor_par
     assert one.optimizer == one.weights + one.gradients == 2 * one.weights
     assert 1.8 < one.weights / two.weights < 2
     assert two.activations < one.activations
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights", "gradients", "optimizer"),
+    [
+        ("", 4, 4, 8),
+        ("--bf16", 2, 4, 12),
+        ("--fp16", 2, 4, 12),
+        ("--bf16 --grad-reduce-in-bf16", 2, 2, 12),
+        ("--bf16 --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95", 2, 2, 8),
+    ],
+)
+def test_the_estimate_counts_the_bytes_of_each_format(flags: str, weights: int, gradients: int, optimizer: int) -> None:
+    whole = memory_estimate(run("--preset gpt3-125m --vocab-size 50257"), 1, "cuda")
+    found = memory_estimate(run(f"--preset gpt3-125m --vocab-size 50257 {flags}"), 1, "cuda")
+    unit = whole.weights / 4
+    assert (found.weights, found.gradients, found.optimizer) == (weights * unit, gradients * unit, optimizer * unit)
+    assert found.activations == whole.activations if not flags else found.activations < 0.8 * whole.activations
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("", "float32 on cuda"),
+        ("--bf16", "bfloat16: weights, activations and tensor-parallel collectives; gradients in float32, master weights in float32"),
+        ("--fp16", "dynamic loss scale from 4.29497e+09"),
+        ("--fp16 --loss-scale 128", "constant loss scale 128"),
+        ("--bf16 --hysteresis 3", "--hysteresis 3: no loss scale is dynamic"),
+    ],
+)
+def test_formats_and_loss_scale_are_told(flags: str, told: str) -> None:
+    assert told in str(RunSummary(run(f"--preset gpt3-125m --vocab-size 50257 {flags}"), 1, "cuda", "x"))
 
 
 def test_recompute_and_sequence_parallelism_take_less_memory_by_the_estimate() -> None:
@@ -93,6 +126,25 @@ def test_a_dry_run_says_everything_for_any_number_of_ranks_and_writes_nothing(
     assert "16 rank(s) = 8 tensor-parallel x 2 data-parallel" in told
     assert "[optimizer]" in told
     assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_says_what_auto_would_choose_and_on_which_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    flags = f"{BASE} --preset gpt3-1.3b --vocab-size 50257 --tensor-model-parallel-size 8 --schedule auto --dry-run"
+    calibrated = tmp_path / "machine.json"
+    HARDWARE["dgx-a100"].write_json(calibrated)
+    for given, named in (
+        ("", "dgx-h100 (assumed to be dgx-h100, since nothing is measured yet"),
+        ("--domino-calibration dgx-b200", "dgx-b200 (as dgx-b200 says;"),
+        (f"--domino-calibration {calibrated}", f"dgx-a100 (as {calibrated} says;"),
+    ):
+        assert main(f"{flags} {given}".split()) == 0
+        told = capsys.readouterr().out
+        assert f"what auto would choose on {named}" in told
+        assert told.count("<- taken") == 1
+        assert 'schedule = "auto"' in told
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,8 +100,18 @@ def test_all_samples_are_read_once_when_no_number_is_asked_for(sources: tuple[st
     assert sorted(dataset.locate(i) for i in range(len(dataset))) == [(0, i) for i in range(10)] + [(1, i) for i in range(20)]
 
 
+def test_weights_without_a_number_of_samples_are_refused(sources: tuple[str, str]) -> None:
+    with pytest.raises(DatasetError, match="is read in full, so weights have no meaning; leave them out"):
+        blended(Blend(sources, (1.0, 2.0)), None)
+
+
 def test_order_without_weights_is_cut_to_what_there_is(sources: tuple[str, str]) -> None:
     assert len(blended(Blend(sources), 1000)) == 30
+
+
+def test_weights_size_and_sources_of_a_blend_change_its_identity(sources: tuple[str, str]) -> None:
+    blends = [(sources, (1.0, 2.0), 30), (sources, (2.0, 1.0), 30), (sources, (1.0, 2.0), 20), (sources[::-1], (1.0, 2.0), 30)]
+    assert len({str(blended(Blend(prefixes, weights), size).identity()) for prefixes, weights, size in blends}) == len(blends)
 
 
 def test_cached_order_equals_built_order(sources: tuple[str, str], tmp_path: Path) -> None:

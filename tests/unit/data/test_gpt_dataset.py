@@ -187,6 +187,21 @@ def test_a_padded_sample_leaves_the_loss_of_others_alone(tmp_path: Path) -> None
     assert data[int(np.argmin(data.shuffle_index))]["loss_mask"].tolist() == [1] * 8
 
 
+def test_a_pad_id_that_occurs_in_the_data_keeps_its_loss(tmp_path: Path) -> None:
+    """Whatever the tokenizer calls padding: what stands in the file is text."""
+    data = dataset(write(tmp_path / "data", [17], first_token=0), vocab_size=17)
+    for sample in (data[0], data[1]):
+        assert sample["loss_mask"].tolist() == [1] * 8
+        assert sample["labels"].tolist() == [(int(sample["tokens"][0]) + k) % 16 for k in range(1, 9)]
+
+
+def test_negative_ids_are_refused_without_a_vocabulary_too(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.int32) as writer:
+        writer.add_document([5] * 8 + [-1])
+    with pytest.raises(DatasetError, match=r"x\.bin: .* token id -1, but the vocabulary begins at 0"):
+        dataset(tmp_path / "x")[0]
+
+
 @pytest.mark.parametrize(("tokens", "samples"), [(33554435, 1048577), (2147483778, 67108869)])
 def test_samples_of_long_splits_are_counted_exactly(tokens: int, samples: int) -> None:
     assert count_samples(tokens, 32, 1, drop_last=False) == samples
@@ -276,6 +291,13 @@ def test_tokens_that_changed_at_equal_size_change_the_identity(prefix: Path) -> 
 )
 def test_each_setting_that_moves_samples_changes_the_identity(prefix: Path, change: dict[str, Any]) -> None:
     assert dataset(prefix, split="valid", **change).identity() != dataset(prefix, split="valid").identity()
+
+
+def test_other_sequences_and_another_number_of_samples_change_the_identity(prefix: Path) -> None:
+    indexed, settings = IndexedDataset(prefix), GPTDatasetConfig(sequence_length=8, seed=1)
+    cuts: list[tuple[range, int | None]] = [(range(20), 5), (range(20), 50), (range(20), None), (range(19), 5), (range(1, 20), 5)]
+    identities = [str(GPTDataset(indexed, sequences, "train", samples, settings).identity()) for sequences, samples in cuts]
+    assert len(set(identities)) == len(cuts)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 100, 140])

@@ -1,5 +1,7 @@
 """The cache of indices under many processes: one builds, the others wait, all get the same, and no node needs another's folder."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import time
@@ -9,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from domino_lm.data.drafts import Draft
 from domino_lm.data.index_cache import IndexCache
 
-SHAPES: dict[str, tuple[int, ...] | None] = {"order": (1000,)}
+SHAPES: dict[str, tuple[int, ...]] = {"order": (1000,)}
 CONTEXT = multiprocessing.get_context("fork")
 
 
@@ -47,6 +50,34 @@ def test_one_process_builds_and_all_others_wait_for_it(tmp_path: Path) -> None:
     assert len((tmp_path / "log").read_text().splitlines()) == 1
     orders = [np.load(path).tobytes() for path in (tmp_path / "out").iterdir()]
     assert (len(orders), len(set(orders))) == (6, 1)
+
+
+def test_builders_on_a_file_system_without_locks_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    (tmp_path / "out").mkdir()
+    together(*[(tmp_path / "cache", tmp_path / "log", tmp_path / "out")] * 3)
+    assert len((tmp_path / "log").read_text().splitlines()) > 1
+    assert len({np.load(path).tobytes() for path in (tmp_path / "out").iterdir()}) == 1
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".npy", ".lock"}
+
+
+def test_what_a_killed_builder_left_is_removed(tmp_path: Path) -> None:
+    def die(path: Path) -> None:
+        Draft(path)
+        os._exit(9)
+
+    cache(tmp_path).load_or_build(lambda: [np.arange(1000)])
+    path = next(tmp_path.glob("*.npy"))
+    path.unlink()
+    dying = CONTEXT.Process(target=die, args=(path,))
+    dying.start()
+    dying.join(30)
+    assert len(list(tmp_path.glob("*.npy.tmp-*"))) == 1
+    cache(tmp_path).load_or_build(lambda: [np.arange(1000)])
+    assert list(tmp_path.glob("*.npy*")) == [path]
 
 
 def test_nodes_with_folders_of_their_own_build_the_same(tmp_path: Path) -> None:

@@ -1,15 +1,17 @@
 """Token files: the format, what opening refuses, and what the writer leaves behind."""
 
 import gc
-import os
 import struct
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,11 +120,19 @@ def test_a_damaged_index_is_refused_by_name(prefix: str, offset: int, data: byte
         IndexedDataset(prefix)
 
 
-@pytest.mark.parametrize("cut", [0, 5, 30, 36, 60, 105])
-def test_a_truncated_index_is_refused_by_name(prefix: str, cut: int) -> None:
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (0, "magic"),
+        (5, "magic"),
+        (30, "30 bytes, but the header alone has 34"),
+        *((cut, f"{cut} bytes, but 3 sequences") for cut in (36, 60, 105)),
+    ],
+)
+def test_a_truncated_index_is_refused_by_name(prefix: str, cut: int, message: str) -> None:
     path = Path(prefix + ".idx")
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(IndexedDatasetError, match=r"data\.idx: "):
+    with pytest.raises(IndexedDatasetError, match=rf"data\.idx: .*{message}"):
         IndexedDataset(prefix)
 
 
@@ -139,6 +149,28 @@ def test_a_short_token_file_is_refused_on_opening(prefix: str, size: int) -> Non
     path = Path(prefix + ".bin")
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(IndexedDatasetError, match=rf"data\.bin: {size} bytes, but the lengths in .*data\.idx add up to 12"):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("extension", [".bin", ".idx"])
+def test_a_half_that_is_a_folder_or_of_another_pair_is_refused(prefix: str, extension: str, tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "other", np.uint16) as writer:
+        writer.add_documents([1, 2, 3, 4, 5, 6, 7], [3, 2, 2], [1, 1, 1])
+    Path(prefix + extension).write_bytes(Path(f"{tmp_path}/other{extension}").read_bytes())
+    with pytest.raises(IndexedDatasetError, match=r"data\.(bin|idx): "):
+        IndexedDataset(prefix)
+    Path(prefix + extension).unlink()
+    Path(prefix + extension).mkdir()
+    with pytest.raises(IndexedDatasetError, match=rf"data\{extension}: no such file"):
+        IndexedDataset(prefix)
+
+
+def test_a_file_that_cannot_be_read_is_named(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, *_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(IndexedDatasetError, match=r"data\.idx: cannot be read \(Permission denied\)"):
         IndexedDataset(prefix)
 
 
@@ -181,13 +213,14 @@ def test_a_prefix_with_its_extension_gets_a_hint(prefix: str, extension: str) ->
         IndexedDataset(prefix + extension)
 
 
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 @pytest.mark.parametrize("token", [70000, -1, 65536])
-def test_an_id_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path: Path, token: int) -> None:
+def test_an_id_that_does_not_fit_is_refused_and_nothing_is_left(tmp_path: Path, token: int, kind: Callable[[list[int]], Any]) -> None:
     with (
         pytest.raises(IndexedDatasetError, match=rf"token id {token} does not fit uint16"),
         IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer,
     ):
-        writer.add_document(np.array([1, token]))
+        writer.add_document(kind([1, token]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,18 +255,6 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     )
     assert "File too large" in run.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_files_of_a_killed_writer_are_removed_by_the_next_one(tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    names = [f"x.bin.tmp-{dead.pid}", f"x.idx.tmp-{dead.pid}", f"x.bin.tmp-{os.getppid()}", "x.bin.tmp-notes", f"y.bin.tmp-{dead.pid}"]
-    for name in names:
-        (tmp_path / name).write_bytes(b"")
-        os.utime(tmp_path / name, (1, 1))
-    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        writer.add_document([1])
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["x.bin", "x.idx", *names[2:]])
 
 
 def test_pointers_past_int32_stay_positive() -> None:

@@ -47,6 +47,13 @@ def test_half_a_pair_is_refused(folder: Path, extension: str) -> None:
         pairs_in(str(folder))
 
 
+def test_half_a_pair_is_refused_by_the_tool(folder: Path, tmp_path: Path) -> None:
+    (folder / "a.idx").unlink()
+    command = [sys.executable, str(TOOL), "--input", str(folder), "--output-prefix", str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stderr.count("\n"), "a.bin has no .idx beside it" in result.stderr) == (1, 1, True)
+
+
 def test_a_folder_without_pairs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match="no pair of"):
         pairs_in(str(tmp_path))
@@ -76,6 +83,66 @@ def test_the_result_of_an_earlier_run_is_never_merged_into_itself(folder: Path) 
 def test_pairs_with_and_without_modes_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(IndexedDatasetError, match="has no modes; leave --multimodal out"):
         merge(pairs_in(str(folder))[0], str(tmp_path / "out"), multimodal=True)
+
+
+@pytest.mark.parametrize("moment", ["copying", "before the last rename"])
+def test_a_killed_merge_leaves_nothing_that_opens_and_the_next_one_is_whole(folder: Path, tmp_path: Path, moment: str) -> None:
+    patched = "shutil.copyfileobj" if moment == "copying" else "os.replace"
+    program = (
+        "import os, shutil, signal, sys\nfrom domino_lm.data.merge import merge, pairs_in\n"
+        f"real, calls = {patched}, []\n"
+        "def deadly(*arguments):\n    calls.append(0)\n    real(*arguments)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"{patched} = deadly\nmerge(pairs_in(sys.argv[1])[0], sys.argv[2])\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(folder), str(tmp_path / "out")], cwd=TOOL.parents[1])
+    assert killed.returncode == -9
+    with pytest.raises(IndexedDatasetError, match=r"out\.idx: no such file"):
+        IndexedDataset(tmp_path / "out")
+    merge(pairs_in(str(folder))[0], str(tmp_path / "out"))
+    assert (IndexedDataset(tmp_path / "out").num_tokens, sorted(path.name for path in tmp_path.iterdir())) == (
+        3,
+        ["in", "out.bin", "out.idx"],
+    )
+
+
+@pytest.mark.parametrize("extension", [".bin", ".idx"])
+def test_an_output_that_is_a_link_to_an_input_is_refused(folder: Path, tmp_path: Path, extension: str) -> None:
+    (tmp_path / f"out{extension}").symlink_to(folder / f"a{extension}")
+    with pytest.raises(MergeError, match="is one of the pairs to merge"):
+        merge(pairs_in(str(folder))[0], str(tmp_path / "out"))
+    assert IndexedDataset(folder / "a").num_tokens == 2
+
+
+@pytest.mark.parametrize("now", [b"", b"\1\0\2\0\3\0"])
+def test_a_pair_that_changes_while_it_is_merged_is_noticed(folder: Path, tmp_path: Path, now: bytes) -> None:
+    dataset = IndexedDataset(folder / "a")
+    (folder / "a.bin").unlink()
+    (folder / "a.bin").write_bytes(now)
+    with (
+        pytest.raises(IndexedDatasetError, match=r"a\.bin: the file changed while it was read"),
+        IndexedDatasetWriter(tmp_path / "out", np.uint16) as writer,
+    ):
+        writer.append(dataset)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_halves_that_were_swapped_are_refused(folder: Path, tmp_path: Path) -> None:
+    a, b = ((folder / f"{name}.bin").read_bytes() for name in "ab")
+    (folder / "a.bin").write_bytes(b)
+    (folder / "b.bin").write_bytes(a)
+    with pytest.raises(IndexedDatasetError, match=r"a\.bin: 2 bytes"):
+        merge(pairs_in(str(folder))[0], str(tmp_path / "out"))
+
+
+def test_a_full_disk_leaves_no_merged_pair(folder: Path, tmp_path: Path) -> None:
+    program = (
+        "import resource, runpy, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (2, 2))\n"
+        f"sys.argv = ['x', '--input', {str(folder)!r}, '--output-prefix', {str(tmp_path / 'out')!r}]\n"
+        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, "File too large; free space" in result.stderr) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_the_tool_takes_a_bare_name(folder: Path) -> None:

@@ -22,6 +22,7 @@ MERGES = str(ROOT / "tests/golden/data/tokenizers/gpt2-bpe/merges.txt")
         ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": "/no/such.model"}, "--tokenizer-model /no/such.model: no such file"),
         ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": VOCAB}, "--tokenizer-model .* cannot be read as a tokenizer"),
         ({"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(ROOT)}, "--tokenizer-model .*: no such file"),
+        ({"tokenizer_type": "NullTokenizer"}, "give --vocab-size"),
         ({"tokenizer_type": "GPT2BPETokenizer", "merge_file": MERGES}, "needs --vocab-file FILE"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": VOCAB}, "needs --merge-file FILE"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": VOCAB, "merge_file": "/no/merges"}, "--merge-file /no/merges: no such file"),
@@ -31,6 +32,11 @@ MERGES = str(ROOT / "tests/golden/data/tokenizers/gpt2-bpe/merges.txt")
 def test_a_wrong_file_is_refused_by_the_name_of_its_flag(settings: dict[str, str], message: str) -> None:
     with pytest.raises(TokenizerError, match=message):
         build_tokenizer(TokenizerConfig(**settings))
+
+
+def test_an_end_of_document_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(TokenizerError, match="--null-tokenizer-eod-id 100 is outside --vocab-size 100; use 0 to 99"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", null_tokenizer_eod_id=100), 100)
 
 
 def test_identity_follows_the_content_not_the_path(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""Settings of saving and resuming; `config` puts them beside the others. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    save: str | None = None
+    """Folder for checkpoints."""
+
+    load: str | None = None
+    """Folder to resume from; an empty or missing folder starts from scratch and says so."""
+
+    save_interval: int | None = None
+    """Steps between checkpoints; the last step is always saved when --save is given."""
+
+    exit_on_missing_checkpoint: bool = False
+    """End with an error when --load holds no checkpoint, instead of starting from scratch."""
+
+    finetune: bool = False
+    """Start a new run from the weights of --load: iteration, optimizer, learning-rate schedule and data begin anew."""
+
+    ckpt_step: int | None = None
+    """Iteration of --load to take; None takes the latest complete one."""
+
+    use_checkpoint_args: bool = False
+    """Take the model's settings from the checkpoint in --load, whatever the command line says of them; vocabulary and tokenizer stay this command's. Without a checkpoint there the command line holds."""
+
+    no_load_optim: bool = False
+    """Load weights alone; optimizer, schedule and iteration start anew."""
+
+    no_save_optim: bool = False
+    """Save weights alone: smaller checkpoints, which load with --no-load-optim or --finetune only."""
+
+    override_opt_param_scheduler: bool = False
+    """Resume with the learning rate of this command's flags, all of it, from the position in the checkpoint; without this or the next flag a difference is refused."""
+
+    use_checkpoint_opt_param_scheduler: bool = False
+    """Resume with the learning rate of the checkpoint, all of it, and without regard to this command's flags."""

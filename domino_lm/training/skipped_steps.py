@@ -1,0 +1,44 @@
+"""Steps that are not finite: which of them count, and when they end a run."""
+
+from __future__ import annotations
+
+import math
+
+from domino_lm.config import TrainingConfig
+from domino_lm.training.loss_scale import LossScale
+from domino_lm.training.metrics import StepReport
+
+
+class SkippedSteps:
+    """Counts steps in a row that are not finite; every rank holds one and comes to the same answer at the same step."""
+
+    def __init__(self, training: TrainingConfig, scale: LossScale | None) -> None:
+        self._training, self._scale = training, scale
+        self._in_a_row = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """The next step is the first of this run, under the loss scale as it stands now."""
+        self._scale_used = 1.0 if self._scale is None else self._scale.value.item()
+
+    def fault(self, report: StepReport, saved_at: int | None) -> str | None:
+        """Count a step; why the run must end, or None where it goes on. ``saved_at`` is the iteration of its last checkpoint.
+
+        A gradient that overflows under a dynamic loss scale counts for nothing, as long as the scale can fall.
+        """
+        used, self._scale_used = self._scale_used, report.loss_scale
+        finite_loss, scale = math.isfinite(report.loss_sum), self._scale
+        if report.skipped and finite_loss and scale is not None and scale.dynamic and used > scale.minimum:
+            return None
+        self._in_a_row = self._in_a_row + 1 if report.skipped or not finite_loss else 0
+        limit = self._training.most_skipped_steps
+        if self._in_a_row <= limit:
+            return None
+        flag = "--check-for-nan-in-loss-and-grad" if self._training.check_for_nan_in_loss_and_grad else f"--max-skipped-steps {limit}"
+        scaled = f", loss scale {used:g}" if scale is not None else ""
+        kept = f"the last checkpoint is that of iteration {saved_at}" if saved_at else "this run has saved no checkpoint"
+        return (
+            f"loss or gradient was not finite in {self._in_a_row} step(s) in a row, the last at iteration {report.iteration} "
+            f"(loss {report.loss}, gradient norm {report.grad_norm}{scaled}); {flag} ends the run here. No weight took part "
+            f"in these steps; {kept}. Lower --lr, lengthen --lr-warmup-iters, or look at the data of these iterations."
+        )
