@@ -15,6 +15,9 @@ LATENCY_BOUND = 0.75
 """A collective is latency-bound where one of a piece's size takes more than this share of the whole one's time: cutting it in
 two would then make it take one and a half times as long in all."""
 
+NO_FASTER = 1.01
+"""What is predicted within a hundredth of the fastest is as fast; the one that is cut least is taken, since predictions miss more than that."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -52,7 +55,7 @@ class Choice:
 
 
 def choose(setting: Setting, asked: ScheduleConfig, memory_bytes: float | None = None) -> Choice:
-    """The fastest candidate for ``setting`` whose memory stays under ``memory_bytes``, by default the device's.
+    """The fastest candidate for ``setting``, of equally fast ones the least cut, whose memory stays under ``memory_bytes``, by default the device's.
 
     ``asked`` keeps its sequence parallelism, recompute and bucket settings; its cuts are what is chosen. Deterministic:
     ranks that give the same arguments choose the same. Raises ConfigError where nothing fits.
@@ -79,7 +82,9 @@ def choose(setting: Setting, asked: ScheduleConfig, memory_bytes: float | None =
             f"--schedule auto: every schedule needs more than the {limit / 1e9:.2f} GB of one rank, the smallest {least / 1e9:.2f} GB; "
             "lower --micro-batch-size, raise --tensor-model-parallel-size, or give --recompute-granularity."
         )
-    return Choice(min(fitting, key=_step_s), tuple(candidates))
+    within_s = NO_FASTER * min(map(_step_s, fitting))
+    as_fast = [candidate for candidate in fitting if _step_s(candidate) <= within_s]
+    return Choice(min(as_fast, key=_pieces), tuple(candidates))
 
 
 def _cuts() -> Iterator[tuple[str, dict[str, object]]]:
@@ -136,3 +141,7 @@ def _latency_bound(setting: Setting, pieces: int) -> str:
 def _step_s(candidate: Candidate) -> float:
     assert candidate.prediction is not None
     return candidate.prediction.step_s
+
+
+def _pieces(candidate: Candidate) -> int:
+    return (candidate.schedule.domino_row_slices or 1) * candidate.schedule.domino_column_slices

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import cycle, pairwise
+from itertools import combinations, cycle, pairwise
 from statistics import median
 
 import torch
@@ -33,7 +33,7 @@ REDUCED_BYTES = tuple(1 << power for power in (12, 16, 18, 19, 20, 21, 22, 23))
 BESIDE = (128, 512, 512)
 """The GEMM that runs beside all-reduces: tokens, output width, input width."""
 
-IN_A_ROW = 8
+IN_A_ROW = 12
 """All-reduces in one sample of what they take from compute."""
 
 KERNELS_AN_OP = 8
@@ -162,19 +162,20 @@ def _measure_fabric(tp: Communicator) -> MeasuredFabric:
     """All-reduces alone, and what they take from the core that computes."""
     if tp.size == 1:
         return MeasuredFabric(points=((1.0, 1e-9, 0.0), (2.0, 1e-9, 0.0)), ranks=2)
-    return MeasuredFabric(points=tuple(_all_reduce_point(tp, size) for size in REDUCED_BYTES), ranks=tp.size)
+    buffers = {size: torch.zeros(size // 4) for size in REDUCED_BYTES}
+    each_s, byte_s = _line([(size, median(_cpu_taken(tp, buffer) for _ in range(REPEATS))) for size, buffer in buffers.items()])
+    points = [(float(size), _all_reduce_s(tp, buffer), each_s + size * byte_s) for size, buffer in buffers.items()]
+    return MeasuredFabric(points=tuple(points), ranks=tp.size)
 
 
-def _all_reduce_point(tp: Communicator, size_bytes: int) -> tuple[float, float, float]:
-    """Bytes; seconds of an all-reduce that follows others without a pause; and CPU seconds that it takes from compute beside it."""
-    buffer = torch.zeros(size_bytes // 4)
+def _all_reduce_s(tp: Communicator, buffer: Tensor) -> float:
+    """Seconds of an all-reduce of ``buffer`` that follows others without a pause."""
     tp.barrier()
     ends_s = []
     for _ in range(2 * REPEATS):  # the first half uses up what a link lets pass above its rate after a pause
         tp.all_reduce_start(buffer).wait()
         ends_s.append(time.perf_counter())
-    samples = [end - start for start, end in pairwise(ends_s[REPEATS - 1 :])]
-    return float(size_bytes), _low(samples), _low([_cpu_taken(tp, buffer) for _ in range(REPEATS)])
+    return _low([end - start for start, end in pairwise(ends_s[REPEATS - 1 :])])
 
 
 def _cpu_taken(tp: Communicator, buffer: Tensor) -> float:
@@ -195,6 +196,15 @@ def _cpu_taken(tp: Communicator, buffer: Tensor) -> float:
             gemms += 1
         pending.wait()
     return max(0.0, time.process_time() - start_s - gemms * gemm_s) / IN_A_ROW
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Where the line through ``points`` begins and how it rises, neither below 0.
+
+    Medians over all pairs of points, which a few outliers do not move (Theil, 1950; Sen, 1968).
+    """
+    slope = max(0.0, median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2)))
+    return max(0.0, median(y - slope * x for x, y in points)), slope
 
 
 def _seconds(run: Callable[[], object]) -> float:

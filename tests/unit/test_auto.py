@@ -20,12 +20,24 @@ def names(choice: Choice, *, tried: bool) -> set[str]:
     return {candidate.name for candidate in choice.candidates if (candidate.prediction is not None) is tried}
 
 
-def test_nothing_that_fits_is_faster_than_what_is_taken() -> None:
+def test_nothing_that_fits_is_faster_by_a_hundredth_than_what_is_taken() -> None:
     choice = choose(SETTING, AUTO)
     steps = [c.prediction.step_s for c in choice.candidates if c.prediction is not None and not c.refused]
     assert choice.chosen.prediction is not None
-    assert choice.chosen.prediction.step_s == min(steps)
+    assert choice.chosen.prediction.step_s <= 1.01 * min(steps)
     assert len(steps) > 10
+
+
+def test_of_what_is_equally_fast_the_least_cut_is_taken() -> None:
+    choice = choose(replace(SETTING, tensor_parallel=8), AUTO)
+    assert choice.chosen.prediction is not None
+    best_s = min(c.prediction.step_s for c in choice.candidates if c.prediction is not None and not c.refused)
+    as_fast = [c.schedule for c in choice.candidates if c.prediction is not None and not c.refused and c.prediction.step_s <= 1.01 * best_s]
+    taken = choice.chosen.schedule
+    assert len(as_fast) > 1, "the claim needs a tie"
+    assert all(
+        (s.domino_row_slices or 1) * s.domino_column_slices >= (taken.domino_row_slices or 1) * taken.domino_column_slices for s in as_fast
+    )
 
 
 def test_across_nodes_rows_win_and_one_rank_stays_uncut() -> None:
@@ -74,4 +86,5 @@ def test_the_table_holds_every_candidate_and_marks_the_one_taken() -> None:
     choice = choose(SETTING, AUTO)
     lines = str(choice).splitlines()
     assert len(lines) == 1 + len(choice.candidates)
-    assert [line for line in lines if "<- taken" in line] == [lines[1]]
+    (taken,) = (line for line in lines if "<- taken" in line)
+    assert taken.startswith(choice.chosen.name)

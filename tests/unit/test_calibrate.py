@@ -41,3 +41,9 @@ def test_a_gemm_of_another_shape_takes_about_what_is_predicted(hardware: Hardwar
         F.linear(x, weight)
         samples.append(time.thread_time() - start_s)
     assert hardware.device.gemm_s(Gemm(768, 640, 384), 4) == pytest.approx(sorted(samples)[8], rel=0.5)
+
+
+def test_a_line_is_found_beside_outliers() -> None:
+    points = [(size, 0.5 + 2.0 * size) for size in (1, 2, 4, 8, 16, 32)]
+    points[1] = (2, 40.0)
+    assert calibrate._line(points) == pytest.approx((0.5, 2.0))
