@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from domino_lm.schedule.hardware import HARDWARE, Hardware
 from domino_lm.schedule.links import Fabric
 from domino_lm.schedule.predict import BASELINE, Setting, named_model, optimum, predict, sliced
+from domino_lm.schedule.render import write_png
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "tests" / "golden" / "paper"
@@ -227,7 +228,6 @@ def table(report: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Published against predicted, by family; errors by batch."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Picture
 
     picture = Picture(figsize=(15, 5), dpi=110, layout="constrained")
@@ -261,7 +261,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     panels[2].set_xticks(list(report["batches"]), [str(batch) for batch in report["batches"]])
     panels[2].minorticks_off()
     panels[2].legend(frameon=False, fontsize=8)
-    FigureCanvasAgg(picture).print_png(str(path))
+    write_png(picture, path)
 
 
 def main() -> int:

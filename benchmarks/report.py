@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.case import DEEPSPEED, MEGATRON, OURS, VARIANTS
 from benchmarks.figures import PHASE_NAMES, PHASES
+from domino_lm.schedule.render import write_png
 
 MILLISECONDS = 1e3
 PROGRAM_NAMES = {OURS: "domino_lm", MEGATRON: "Megatron-core", DEEPSPEED: "DeepSpeed"}
@@ -92,7 +92,6 @@ def _cell(figure: Mapping[str, Sequence[float]] | None) -> str:
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Each communicating variant's share of its own optimum, by link and phase; whiskers are quartiles. Needs matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     links = [link for link in results["links"] if any("fraction_of_optimum" in f for f in link["summary"]["variants"].values())]
@@ -108,10 +107,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
         f"{results['case']['family'].upper()}, hidden {model['hidden_size']}, vocabulary {model['vocab_size']}, TP {results['case']['tensor_parallel']}: "
         "share of the same program's time without communication (1 = all communication hidden)"
     )
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
-        FigureCanvasAgg(figure).print_png(file)
-    os.replace(unfinished, path)
+    write_png(figure, path)
 
 
 def panel(axes: Any, link: Mapping[str, Any], phase: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from itertools import cycle
@@ -12,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from domino_lm.schedule.render import write_png
 from domino_lm.training.run_curves import PANELS, VALIDATION, RunCurves, RunCurvesError, read_run
 
 MARKERS = "os^Dvp"
@@ -57,7 +57,6 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 def draw(runs: Sequence[RunCurves], names: Sequence[str], along: str, path: Path) -> None:
     """Write one picture with a panel for each quantity; the file appears whole or not at all."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 8), dpi=110, layout="constrained")
@@ -73,13 +72,7 @@ def draw(runs: Sequence[RunCurves], names: Sequence[str], along: str, path: Path
         if quantity == "tokens_per_s":
             axes.set_ylim(bottom=0)  # once all runs are drawn, since it fixes the upper end too
     grid[0, 0].legend(fontsize=9)
-    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            FigureCanvasAgg(figure).print_png(file)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_png(figure, path)
 
 
 def _panel(axes: Any, run: RunCurves, name: str, quantity: str, along: str, colour: str) -> None:

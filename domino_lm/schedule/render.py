@@ -32,7 +32,6 @@ def draw(timeline: Timeline, path: Path | str) -> None:
     The file appears whole or not at all. Raises MissingMatplotlibError.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingMatplotlibError("the timeline's picture needs matplotlib: pip install 'domino-lm[plot]'") from error
@@ -49,7 +48,13 @@ def draw(timeline: Timeline, path: Path | str) -> None:
     figure.suptitle(_heading(timeline), fontsize=11)
     handles = _legend(timeline)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-    path = Path(path)
+    write_png(figure, Path(path))
+
+
+def write_png(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib's; the file appears whole or not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with unfinished.open("wb") as file:

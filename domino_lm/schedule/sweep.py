@@ -13,7 +13,7 @@ from typing import NamedTuple
 from domino_lm.config import ConfigError, ModelConfig
 from domino_lm.schedule.hardware import Hardware
 from domino_lm.schedule.predict import Setting, optimum, predict, sliced
-from domino_lm.schedule.render import MissingMatplotlibError
+from domino_lm.schedule.render import MissingMatplotlibError, write_png
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,6 @@ def write_csv(points: Sequence[Point], path: Path) -> None:
 def plot(points: Sequence[Point], title: str, path: Path) -> None:
     """Best throughput that fits by size of the cluster, and what slicing gains, for each TP size. Raises MissingMatplotlibError."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingMatplotlibError("the sweep's picture needs matplotlib: pip install 'domino-lm[plot]'") from error
@@ -153,7 +152,7 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
         if axes.has_data():
             axes.legend(frameon=False)
     figure.suptitle(title)
-    FigureCanvasAgg(figure).print_png(str(path))
+    write_png(figure, path)
 
 
 def _best(points: Sequence[Point]) -> Point | None:
