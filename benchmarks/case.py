@@ -97,6 +97,9 @@ class Variant:
     """Ours alone: every collective is redeemed right after it started."""
 
     communicates: bool = True
+    one_way: bool = True
+    """Ours alone: two ranks exchange messages on one-way connections; without it, gloo's own collectives."""
+
     paired: bool = False
     """Forward and backward overlap, so that only their sum has a meaning."""
 
@@ -139,6 +142,7 @@ OUR_VARIANTS: dict[str, Variant] = {
     "rows2_deferred": Variant(
         label="2 rows, wgrad deferred", schedule=_domino(domino_row_slices=2, domino_defer_wgrad=True), smallest_micro_batch=2
     ),
+    "rows2_gloo": Variant(label="2 rows, gloo's all-reduce", schedule=_ROWS_2, one_way=False, smallest_micro_batch=2, extra=True),
     "rows4": Variant(label="4 rows", schedule=_domino(domino_row_slices=4), smallest_micro_batch=4),
     "columns2": Variant(label="2 columns", schedule=_COLUMNS_2),
     "columns4": Variant(label="4 columns", schedule=_domino(domino_row_slices=1, domino_column_slices=4), extra=True),

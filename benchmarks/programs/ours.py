@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,8 @@ class OurProgram(Program):
         if not about.communicates:
             tp, dp = (SilentCommunicator(group.rank, group.size, group.group) for group in (mesh.tp, mesh.dp))
             mesh = ParallelMesh(mesh.world, tp, dp, mesh.device)
+        elif not about.one_way:
+            mesh = replace(mesh, tp=Communicator(mesh.tp.rank, mesh.tp.size, mesh.tp.group))
         executor = Executor(plan, self.stack, mesh, gradients, lambda: None)
         self.prepared[variant] = Prepared(executor, [p.main_grad for p in self.parameters])
         return self.prepared[variant]

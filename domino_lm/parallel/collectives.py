@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Transfer(Protocol):
+    """What is asked of a `torch.distributed.Work`."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> Any: ...
+
+    def get_future(self) -> Any: ...
 
 
 class Pending:
@@ -16,7 +26,7 @@ class Pending:
     __slots__ = ("_buffer", "_finish", "_source", "_work")
 
     def __init__(
-        self, buffer: Tensor, work: dist.Work | None, finish: Callable[[Tensor], Tensor] | None = None, source: Tensor | None = None
+        self, buffer: Tensor, work: Transfer | None, finish: Callable[[Tensor], Tensor] | None = None, source: Tensor | None = None
     ) -> None:
         """``source`` is what a GPU still reads while the collective travels, where that is not the buffer."""
         self._buffer: Tensor | None = buffer
@@ -155,6 +165,10 @@ class Communicator:
         """Return when every rank of the group has called."""
         if self.size > 1:
             dist.barrier(group=self.group)
+
+    def leave(self) -> None:
+        """Let go of the process group; the communicator must not be used afterwards."""
+        self.group = None
 
 
 class CopyToShards(torch.autograd.Function):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from domino_lm.config import ConfigError, ParallelConfig
 from domino_lm.kernel_config import KernelConfig
 from domino_lm.parallel.collectives import Communicator
+from domino_lm.parallel.pair import PairCommunicator
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class ParallelMesh:
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         grid = torch.arange(size).view(size // tp_size, tp_size)  # [dp, tp]
-        tp = _join(grid.tolist(), rank, timeout, _nccl_options(nccl, "tp"))
+        one_way = tp_size == 2 and device.type == "cpu" and dist.get_backend() == "gloo"
+        tp = _join_pairs(grid.tolist(), rank, timeout) if one_way else _join(grid.tolist(), rank, timeout, _nccl_options(nccl, "tp"))
         dp = _join(grid.t().tolist(), rank, timeout, _nccl_options(nccl, "dp"))
         return cls(Communicator(rank, size, dist.group.WORLD), tp, dp, device)
 
@@ -74,7 +76,7 @@ class ParallelMesh:
         tensor later aborts the process.
         """
         for communicator in (self.world, self.tp, self.dp):
-            communicator.group = None
+            communicator.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -135,3 +137,10 @@ def _join(groups: list[list[int]], rank: int, timeout: timedelta | None, options
         if rank in ranks:
             mine = Communicator(ranks.index(rank), len(ranks), group)
     return mine
+
+
+def _join_pairs(pairs: list[list[int]], rank: int, timeout: timedelta | None) -> Communicator:
+    """As `_join`, for pairs of CPU ranks: a group for what gloo does itself, and one for each direction."""
+    joined = [(ranks.index(rank) if rank in ranks else None, [dist.new_group(ranks, timeout=timeout) for _ in range(3)]) for ranks in pairs]
+    ((mine, (group, *ways)),) = [(place, groups) for place, groups in joined if place is not None]
+    return PairCommunicator(mine, group, (ways[0], ways[1]))
