@@ -8,6 +8,7 @@ STAMP = $(VENV)/.domino-lm-setup
 PINNED_TORCH := torch==2.13.0
 TORCH ?= $(or $(shell cat $(STAMP) 2>/dev/null),$(PINNED_TORCH))
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+FUZZ_EXAMPLES ?= 20000
 # Not empty where somebody else chose the torch: then versions that the environment holds stay.
 OWN := $(filter-out file,$(origin VENV))$(filter-out $(PINNED_TORCH),$(TORCH))
 
@@ -32,7 +33,7 @@ test-all: $(STAMP)  ## run those too that try every combination and every exampl
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' $(PYTEST)
 
 fuzz: $(STAMP)  ## long run of the readers on random and damaged input
-	FUZZ_EXAMPLES=20000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/data/test_fuzz.py
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/data/test_fuzz.py
 
 bench: $(STAMP)  ## compare with Megatron-core and DeepSpeed on a shaped network (root, iproute2; BENCH="--gbit 1" chooses)
 	$(BIN)/python benchmarks/head_to_head.py $(BENCH)

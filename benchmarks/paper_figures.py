@@ -133,15 +133,15 @@ def fit(grid: dict[Constants, Any], fitted_on: Sequence[Figure], predicted_for: 
     return Fit(best, errors(predicted_for, grid[best]))
 
 
-def study(processes: int) -> dict[str, Any]:
-    """Fits of both families and of all figures together, for every batch."""
+def study(processes: int, batches: Sequence[int]) -> dict[str, Any]:
+    """Fits of both families and of all figures together, for each batch."""
     figures = published()
     constants = [Constants(factor, overhead_s) for factor in LINK_FACTORS for overhead_s in OVERHEADS_S]
-    tasks: list[tuple[int, Constants | None]] = [(batch, item) for batch in BATCHES for item in (None, *constants)]
+    tasks: list[tuple[int, Constants | None]] = [(batch, item) for batch in batches for item in (None, *constants)]
     with multiprocessing.Pool(processes) as pool:
         results = dict(zip(tasks, pool.map(predict_all, tasks, chunksize=4), strict=True))
     report: dict[str, Any] = {"figures": [figure._asdict() for figure in figures], "batches": {}, "shown_batch": SHOWN_BATCH}
-    for batch in BATCHES:
+    for batch in batches:
         grid = {item: results[batch, item] for item in constants}
         report["batches"][batch] = _study_batch(figures, grid, results[batch, None])
     return report
@@ -268,9 +268,10 @@ def main() -> int:
     """Study, write, and return 1 where a left-out error misses the bar at the shown batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="processes that simulate")
+    parser.add_argument("--batches", type=int, nargs="+", choices=BATCHES, default=BATCHES, help=f"to assume; {SHOWN_BATCH} always is")
     parser.add_argument("--output", type=Path, default=RESULTS / "paper_figures", help="path of the results without extension")
     chosen = parser.parse_args()
-    report = study(chosen.processes)
+    report = study(chosen.processes, [batch for batch in BATCHES if batch in {*chosen.batches, SHOWN_BATCH}])
     own = report["batches"][SHOWN_BATCH]["family"]
     report["shares"] = shares(SHOWN_BATCH, {name: Constants(own[name]["link_factor"], own[name]["overhead_s"]) for name in FAMILIES})
     chosen.output.parent.mkdir(parents=True, exist_ok=True)

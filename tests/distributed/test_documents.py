@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
@@ -15,23 +12,17 @@ from statistics import mean
 import pytest
 
 from domino_lm.training.metrics_file import read_lines
-from tests.unit.test_readme import DOCUMENTS, ROOT, blocks, commands, fences
+from tests.documents import ROOT, attempt, commands_for, copy_of_tree, fences, here
 
 SHORT = "--train-iters 3 --lr-warmup-iters 1 --eval-iters 1 --split 90,10,0 --log-interval 1 --num-workers 0"
 
 
-def run(folder: Path, words: list[str], **variables: str) -> str:
-    """One command in ``folder``, which holds links to what it names."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
-    assert not re.search(r"warning|Traceback", done.stderr, re.I), done.stderr
+def run(folder: Path, command: str, **variables: str) -> str:
+    """What a line prints in ``folder``, which holds links to what it names."""
+    done = attempt(folder, command, **variables)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    assert not re.search(r"warning|Traceback", done.stdout + done.stderr, re.I), done.stdout + done.stderr
     return done.stdout
-
-
-def python(folder: Path, program: str, flags: str, ranks: int = 1, **variables: str) -> str:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return run(folder, [sys.executable, *launcher, *program.split(), *shlex.split(flags)], **variables)
 
 
 @pytest.fixture
@@ -48,21 +39,14 @@ def desk(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_commands_for_ones_own_text_lead_from_text_to_curves(desk: Path) -> None:
-    preprocess = next(flags for document, flags in commands("tools/preprocess_data.py") if document == "README.md")
-    train = next(flags for document, flags in commands("-m domino_lm.pretrain") if document == "README.md")
-    (verify,) = (flags for _, flags in commands("tools/verify.py"))
-    plot = next(flags for _, flags in commands("tools/plot_run.py") if "--names" not in flags)
-    python(desk, "tools/preprocess_data.py", preprocess)
-    out = python(
-        desk, "-m domino_lm.pretrain", f"{train} {SHORT} --metrics-file runs/my/metrics.jsonl --timeline runs/demo/timeline", ranks=2
-    )
+    preprocess, train, verify, curves, timeline = commands_for("test_the_commands_for_ones_own_text_lead_from_text_to_curves")
+    run(desk, preprocess)
+    out = run(desk, f"{train} {SHORT} --metrics-file runs/my/metrics.jsonl --timeline runs/demo/timeline")
     assert "training ended: finished at iteration 3" in out
-    again = python(desk, "-m domino_lm.pretrain", f"{train} {SHORT}", ranks=2)
-    assert "resumed from checkpoints/my at iteration 3" in again
-    assert "all is normal" in python(desk, "tools/verify.py", f"{verify} --split 90,10,0 --verify-steps 1", ranks=2)
-    assert "curves.png" in python(desk, "tools/plot_run.py", plot)
-    (timeline,) = (flags for document, flags in commands("tools/plot_timeline.py") if document == "docs/training.md")
-    assert "timeline.png" in python(desk, "tools/plot_timeline.py", timeline)
+    assert "resumed from checkpoints/my at iteration 3" in run(desk, f"{train} {SHORT}")
+    assert "all is normal" in run(desk, f"{verify} --split 90,10,0 --verify-steps 1")
+    assert "curves.png" in run(desk, curves)
+    assert "timeline.png" in run(desk, timeline)
 
 
 STAND_INS = {
@@ -113,17 +97,12 @@ def as_dry_runs(desk: Path) -> dict[str, str]:
 BYTES = [chr(code if 33 <= code <= 126 or 161 <= code <= 172 or code >= 174 else 256 + code) for code in range(256)]
 """GPT-2's way to write each byte as a printable character, up to the order of those that are not."""
 
-FOR_CLUSTERS = [
-    (document, command)
-    for document in DOCUMENTS
-    for command in blocks(document)
-    if re.search(r"examples/\w+/\w+_[\d.]+m?b\.sh|nproc-per-node 8 -m domino_lm", command)
-]
+FOR_CLUSTERS = commands_for("test_a_command_for_a_cluster_is_sound_as_it_is_typed")
 
 
-@pytest.mark.parametrize(("document", "command"), FOR_CLUSTERS, ids=[f"{d}-{i}" for i, (d, _) in enumerate(FOR_CLUSTERS)])
-def test_a_command_for_a_cluster_is_sound_as_it_is_typed(document: str, command: str, desk: Path) -> None:
-    out = run(desk, ["bash", "-c", command], **as_dry_runs(desk))
+@pytest.mark.parametrize("command", FOR_CLUSTERS, ids=[command.split()[-1] for command in FOR_CLUSTERS])
+def test_a_command_for_a_cluster_is_sound_as_it_is_typed(command: str, desk: Path) -> None:
+    out = run(desk, command, **as_dry_runs(desk))
     assert "dry run: nothing was started" in out
     assert "missing   " not in out
 
@@ -131,12 +110,14 @@ def test_a_command_for_a_cluster_is_sound_as_it_is_typed(document: str, command:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("gpt3", marks=pytest.mark.exhaustive), "llama"])
 def test_the_command_for_two_cpu_processes_trains_on_the_demos_tokens(family: str, desk: Path) -> None:
-    (command,) = (line for line in blocks(f"examples/{family}/README.md") if line.startswith("NPROC=2"))
+    commands = commands_for("test_the_command_for_two_cpu_processes_trains_on_the_demos_tokens")
+    (command,) = (command for command in commands if f"examples/{family}/" in command)
+    assert len(commands) == 2
     (desk / "runs/demo").mkdir(parents=True)
     (desk / ".venv").symlink_to(sys.prefix)
     tokenizer = "--tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model"
-    python(desk, "tools/preprocess_data.py", f"--input my.jsonl --output-prefix runs/demo/corpus --append-eod {tokenizer}")
-    out = run(desk, ["bash", "-c", command], EXTRA_ARGS=SHORT)
+    run(desk, f"python tools/preprocess_data.py --input my.jsonl --output-prefix runs/demo/corpus --append-eod {tokenizer}")
+    out = run(desk, command, EXTRA_ARGS=SHORT)
     assert "training ended: finished at iteration 3" in out
 
 
@@ -147,17 +128,9 @@ def test_the_page_on_training_runs_as_it_is_typed(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs/figures").mkdir(parents=True)
     (block,) = (text for text in fences("docs/training.md") if "for family" in text)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-euxc", block],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not re.search(r"warning|Traceback", done.stdout + done.stderr, re.I)
+    lines = commands_for("test_the_page_on_training_runs_as_it_is_typed")
+    assert [" ".join(line.split()) for line in block.replace("\\\n", " ").splitlines()] == lines
+    run(tmp_path, f"set -eu\n{block}")
     assert (tmp_path / "docs/figures/debug_runs.png").stat().st_size > 10_000
     for family, told in (("gpt3", "5.04"), ("llama", "4.65")):
         lines = read_lines(tmp_path / f"runs/real/{family}/metrics.jsonl")
@@ -174,14 +147,11 @@ def test_the_page_on_training_runs_as_it_is_typed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_make_demo_runs_without_a_warning(tmp_path: Path) -> None:
-    for name in ("tools", "domino_lm", "examples"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    done = subprocess.run([sys.executable, "tools/demo.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert not re.search(r"warning|Traceback", done.stdout + done.stderr, re.I)
-    assert (tmp_path / "runs/demo/timeline.png").exists()
+    (command,) = commands_for("test_make_demo_runs_without_a_warning")
+    run(copy_of_tree(tmp_path / "tree"), here(command))
+    assert (tmp_path / "tree/runs/demo/timeline.png").exists()
 
 
 def test_the_memory_command_answers_for_all_its_ranks(desk: Path) -> None:
-    (flags,) = (flags for _, flags in commands("-m domino_lm.pretrain") if "--dry-run" in flags)
-    assert "64 rank(s) = 8 tensor-parallel x 8 data-parallel" in python(desk, "-m domino_lm.pretrain", flags, WORLD_SIZE="64")
+    (command,) = commands_for("test_the_memory_command_answers_for_all_its_ranks")
+    assert "64 rank(s) = 8 tensor-parallel x 8 data-parallel" in run(desk, command)

@@ -6,17 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.documents import ROOT, commands_for
+
 PAGE = (ROOT / "docs/data-format.md").read_text()
 
 
-def commands(page: str) -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", page, re.S)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line]
-
-
 def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
-    found = commands(PAGE)
+    found = commands_for("test_the_commands_of_the_page_run")
     assert [shlex.split(command)[:2] for command in found] == [["python", "tools/preprocess_data.py"], ["python", "tools/inspect_data.py"]]
     for command in found:
         words = shlex.split(command.replace("runs/data", str(tmp_path)))
