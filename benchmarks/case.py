@@ -53,7 +53,15 @@ class Case:
 
 
 def model_of(family: str, *, hidden: int, layers: int, seq: int, vocab: int) -> ModelConfig:
-    """GPT (LayerNorm, learned positions, exact GELU, tied head) or LLaMA (RMSNorm, RoPE, SwiGLU, grouped queries)."""
+    """GPT (LayerNorm, learned positions, exact GELU, tied head) or LLaMA (RMSNorm, RoPE, SwiGLU, grouped queries).
+
+    Raises ValueError where heads of 64, in pairs for LLaMA, do not fill ``hidden``.
+    """
+    unit = HEAD_WIDTH if family == "gpt" else 2 * HEAD_WIDTH
+    if hidden < unit or hidden % unit:
+        raise ValueError(
+            f"--hidden {hidden} does not divide into heads of {HEAD_WIDTH}{', two a group' * (family != 'gpt')}: use multiples of {unit}"
+        )
     heads = hidden // HEAD_WIDTH
     gpt = ModelConfig(
         num_layers=layers,

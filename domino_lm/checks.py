@@ -30,6 +30,11 @@ def check_run(run: RunConfig, world_size: int) -> None:
     refuse(faults)
 
 
+def check_model(model: ModelConfig, tp: int) -> None:
+    """Raise ConfigError naming every width of ``model`` that ``tp`` tensor-parallel ranks cannot share."""
+    refuse(list(_model_faults(model, tp)))
+
+
 def refuse(faults: Sequence[str]) -> None:
     """Raise ConfigError with all ``faults``, where there are any."""
     if len(faults) == 1:

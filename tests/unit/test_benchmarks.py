@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -114,6 +115,19 @@ def test_a_micro_batch_of_one_has_no_variant_that_cuts_samples() -> None:
 def test_an_unknown_variant_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"--variants rows9.*serial, baseline"):
         head_to_head.wanted_variants(GPT, [OURS], ["rows9"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ("--hidden 100", "multiples of 64"),
+        ("--family llama --hidden 64", "multiples of 128"),
+        ("--hidden 192", "does not divide .*heads 3"),
+    ],
+)
+def test_sizes_that_cannot_be_shared_are_refused_before_anything_starts(flags: str, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert head_to_head.main(flags.split()) == 1
+    assert re.search(fault, capsys.readouterr().err)
 
 
 def test_the_optimum_and_the_serial_plan_are_always_measured() -> None:
