@@ -51,6 +51,7 @@ class Effort(NamedTuple):
     rounds: int
     steps: int
     warm_up: int
+    calibrate: bool = False
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,7 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
         results = describe(case, arguments if arguments is not None else sys.argv[1:])
         chosen.output.parent.mkdir(parents=True, exist_ok=True)
         links = [Link(gbit, chosen.mtu, chosen.delay_ms) for gbit in (chosen.gbit if case.ranks > 1 else chosen.gbit[:1])]
-        compare(case, wanted, links, Effort(chosen.rounds, chosen.steps, chosen.warm_up), results, chosen.output, chosen.timelines)
+        compare(
+            case,
+            wanted,
+            links,
+            Effort(chosen.rounds, chosen.steps, chosen.warm_up, chosen.calibrate),
+            results,
+            chosen.output,
+            chosen.timelines,
+        )
     except (NetworkError, PeerError, GangError, MismatchError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -92,6 +101,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=7, help="turns that every variant gets on each link")
     made.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     made.add_argument("--warm-up", type=int, default=1, help="steps of a turn before the timed ones")
+    made.add_argument(
+        "--calibrate", action="store_true", help="time single kernels and all-reduces before each round, for predict_shaped.py"
+    )
     made.add_argument("--programs", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     made.add_argument("--variants", nargs="+", help="ours to measure; serial and no_comm always are. Default: all but a few")
     made.add_argument("--timelines", nargs="+", choices=list(OUR_VARIANTS), default=[], help="ours to record one step of, on each link")
@@ -178,10 +190,11 @@ def measure_link(network: ShapedNetwork, gangs: Mapping[str, Gang], wanted: Mapp
         measured["tcp_bits_per_s"] = network.measure()
     for number in range(effort.rounds):
         start_s = time.monotonic()
+        calibration = {"calibration": gangs[OURS].call("calibrate")[0]} if effort.calibrate else {}
         shift = number * len(turns) // effort.rounds
         order = turns[shift:] + turns[:shift]
         answers = {key(p, v): gangs[p].call("measure", variant=v, steps=effort.steps, warm_up=effort.warm_up) for p, v in order}
-        measured["rounds"].append({"order": [key(*turn) for turn in order], "turns": answers})
+        measured["rounds"].append({**calibration, "order": [key(*turn) for turn in order], "turns": answers})
         print(f"{network.link}: round {number + 1} of {effort.rounds}, {time.monotonic() - start_s:.0f} s", file=sys.stderr, flush=True)
     measured["load_average_after"] = os.getloadavg()
     return measured

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Predict the shaped-network benchmark from kernels and all-reduces measured on the same links, and compare.
+"""Predict the shaped-network benchmark from single kernels and all-reduces on the same links, and compare.
 
-    python benchmarks/predict_shaped.py                                          # calibrate and predict
-    python benchmarks/predict_shaped.py --measured benchmarks/results/FILE.json  # and compare with a benchmark's results
+    python benchmarks/predict_shaped.py                                          # calibrate each link and predict
+    python benchmarks/predict_shaped.py --measured benchmarks/results/FILE.json  # compare with a benchmark's results
 
-The calibration times single kernels and single all-reduces (domino_lm.schedule.calibrate); it never runs a model, and
-knows neither the benchmark's sizes nor its results.
+A calibration (domino_lm.schedule.calibrate) never runs a model, and knows neither the benchmark's sizes nor its results. Other
+programs change a machine's speed from minute to minute, so results are compared with predictions from the calibrations that
+`head_to_head.py --calibrate` made before each of their rounds; both are medians over rounds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -106,30 +108,52 @@ def main() -> int:
     parser.add_argument("--measured", type=Path, help="results of benchmarks/head_to_head.py, whose case and links are then taken")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "predicted_shaped", help="path without extension")
     chosen = parser.parse_args()
-    measured: dict[str, Any] = json.loads(chosen.measured.read_text()) if chosen.measured else {}
-    case = Case.from_json(json.dumps(measured["case"])) if measured else _case_of(chosen)
-    links = [Link(item["gbit_per_s"], item["mtu"], item["delay_ms"]) for item in measured.get("links", [])]
-    links = links or [Link(gbit) for gbit in chosen.gbit]
-    if case.data_parallel > 1:
-        parser.error("replicas share cores and links here in ways that a calibration of one group does not see; predict cases with --dp 1")
-    rows: list[dict[str, Any]] = []
-    calibrations: dict[str, Any] = {}
     try:
-        with tempfile.TemporaryDirectory() as folder, ShapedNetwork(case.ranks, links[0]) as network:
-            for link in links:
-                network.shape(link)
-                hardware = calibrate_link(network, Path(folder) / "calibration.json")
-                calibrations[str(link)] = json.loads((Path(folder) / "calibration.json").read_text())
-                rows += _rows(case, link, hardware, _measured_fractions(measured, link))
-    except NetworkError as error:
+        case, found = _measured(chosen.measured) if chosen.measured else (_case_of(chosen), None)
+        if case.data_parallel > 1:
+            raise ValueError("replicas share cores and links here in ways that a calibration of one group does not see; use --dp 1")
+        rows = _compare(case, found) if found is not None else _predict(case, [Link(gbit) for gbit in chosen.gbit])
+    except (NetworkError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    report = {"command": sys.argv, "case": asdict(case), "rows": rows, "calibrations": calibrations}
+    report = {"command": sys.argv, "case": asdict(case), "rows": rows}
     chosen.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     chosen.output.with_suffix(".md").write_text(table(rows))
     print(table(rows))
     return int(any("measured" in row and abs(row["predicted"] / row["measured"] - 1) > BAR for row in rows))
+
+
+def _measured(path: Path) -> tuple[Case, list[dict[str, Any]]]:
+    """Case and links of a benchmark's results; raises ValueError where they hold no calibrations."""
+    results = json.loads(path.read_text())
+    if not all("calibration" in each for link in results["links"] for each in link["rounds"]):
+        raise ValueError(f"--measured {path}: holds no calibrations; measure with head_to_head.py --calibrate")
+    return Case.from_json(json.dumps(results["case"])), results["links"]
+
+
+def _compare(case: Case, links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each variant that was measured."""
+    rows = []
+    for item in links:
+        hardware = [Hardware.from_json(json.dumps(each["calibration"])) for each in item["rounds"]]
+        fractions = _measured_fractions(item)
+        rows += [row | fractions[row["variant"]] for row in _rows(case, _link(item), hardware) if row["variant"] in fractions]
+    return rows
+
+
+def _predict(case: Case, links: Sequence[Link]) -> list[dict[str, Any]]:
+    """A row for each variant that can run, from a calibration of each link."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, ShapedNetwork(case.ranks, links[0]) as network:
+        for link in links:
+            network.shape(link)
+            rows += _rows(case, link, [calibrate_link(network, Path(folder) / "calibration.json")])
+    return rows
+
+
+def _link(item: dict[str, Any]) -> Link:
+    return Link(item["gbit_per_s"], item["mtu"], item["delay_ms"])
 
 
 def _case_of(chosen: argparse.Namespace) -> Case:
@@ -137,36 +161,32 @@ def _case_of(chosen: argparse.Namespace) -> Case:
     return Case(chosen.family, model, 2, 1, chosen.micro_batch_size, chosen.micro_batches)
 
 
-def _rows(case: Case, link: Link, hardware: Hardware, measured: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """One row a variant that communicates."""
-    predicted = predict_case(case, hardware)
+def _rows(case: Case, link: Link, calibrations: Sequence[Hardware]) -> list[dict[str, Any]]:
+    """One row a variant that sends what was calibrated: medians over the calibrations."""
+    predicted = [predict_case(case, hardware) for hardware in calibrations]
     rows = []
-    for name, item in predicted.items():
-        if not OUR_VARIANTS[name].communicates:
-            continue
-        optimum = predicted[OUR_VARIANTS[name].optimum]
-        row = {"case": case.family, "link": str(link), "variant": name, "predicted": optimum.step_s / item.step_s, **item._asdict()}
-        rows.append(row | measured.get(name, {}))
+    for name, about in OUR_VARIANTS.items():
+        if name in predicted[0] and about.communicates and about.one_way:
+            both = [(each[about.optimum], each[name]) for each in predicted]
+            row = {"case": case.family, "link": str(link), "variant": name, "predicted": median(a.step_s / b.step_s for a, b in both)}
+            rows.append(row | {"forward_s": median(b.forward_s for _, b in both), "backward_s": median(b.backward_s for _, b in both)})
     return rows
 
 
-def _measured_fractions(results: dict[str, Any], link: Link) -> dict[str, dict[str, float]]:
-    """Shares of the optimum that our variants reached on that link: the median within a round, and fastest step by fastest step.
+def _measured_fractions(item: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Shares of the optimum that our variants reached on a link: the median within a round, and fastest step by fastest step.
 
     The second says less about a typical step, but other programs on the machine disturb it least.
     """
-    for item in results.get("links", []):
-        if item["gbit_per_s"] == link.gbit_per_s:
-            summary, fastest = item["summary"]["variants"], _fastest_steps(item["rounds"])
-            return {
-                name: {
-                    "measured": summary[f"{OURS}/{name}"]["fraction_of_optimum"]["step"][0],
-                    "measured_fastest": fastest[f"{OURS}/{OUR_VARIANTS[name].optimum}"] / fastest[f"{OURS}/{name}"],
-                }
-                for name in OUR_VARIANTS
-                if "fraction_of_optimum" in summary.get(f"{OURS}/{name}", {})
-            }
-    return {}
+    summary, fastest = item["summary"]["variants"], _fastest_steps(item["rounds"])
+    return {
+        name: {
+            "measured": summary[f"{OURS}/{name}"]["fraction_of_optimum"]["step"][0],
+            "measured_fastest": fastest[f"{OURS}/{OUR_VARIANTS[name].optimum}"] / fastest[f"{OURS}/{name}"],
+        }
+        for name in OUR_VARIANTS
+        if "fraction_of_optimum" in summary.get(f"{OURS}/{name}", {})
+    }
 
 
 def _fastest_steps(rounds: list[dict[str, Any]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +87,10 @@ class OurProgram(Program):
 
     def gradients(self) -> dict[str, Tensor]:
         return {p.spec.name: p.main_grad for p in self.parameters}
+
+    def calibrate(self) -> dict[str, Any]:
+        """Kernels and all-reduces by themselves, as they are now: what a prediction is made from."""
+        return dict(json.loads(calibrate(self.mesh.tp, self.mesh.device, "this machine").to_json()))
 
     def settle(self) -> dict[str, Any]:
         """Measure this machine and link, and choose the schedule that ``auto`` runs from now on, as ``--schedule auto`` would."""

@@ -186,25 +186,37 @@ class Hardware:
         points = tuple((size, seconds, 0.0) for size, seconds, _ in self.fabric.points)
         return replace(self, fabric=replace(self.fabric, points=points))
 
+    def to_json(self) -> str:
+        """Text that `from_json` reads back."""
+        kinds = {"device": type(self.device).__name__, "fabric": type(self.fabric).__name__}
+        return json.dumps({**asdict(self), "kinds": kinds}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """The machine that `to_json` wrote. Raises ConfigError where the text is something else."""
+        classes = {kind.__name__: kind for kind in (Device, MeasuredDevice, Fabric, MeasuredFabric)}
+        try:
+            values: dict[str, Any] = json.loads(text)
+            kinds = values.pop("kinds")
+            for name in ("device", "fabric"):
+                values[name] = classes[kinds[name]](**{key: _frozen(value) for key, value in values[name].items()})
+            return cls(**values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"not a calibration file ({type(error).__name__}: {error}).") from error
+
     def write_json(self, path: Path | str) -> None:
         """Keep a calibration; `read_hardware` reads it back."""
-        kinds = {"device": type(self.device).__name__, "fabric": type(self.fabric).__name__}
-        Path(path).write_text(json.dumps({**asdict(self), "kinds": kinds}, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
 
 def read_hardware(path: Path | str) -> Hardware:
     """A machine from its JSON file, as `Hardware.write_json` writes it. Raises ConfigError where the file is something else."""
-    classes = {kind.__name__: kind for kind in (Device, MeasuredDevice, Fabric, MeasuredFabric)}
     try:
-        values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-        kinds = values.pop("kinds")
-        for name in ("device", "fabric"):
-            values[name] = classes[kinds[name]](**{key: _frozen(value) for key, value in values[name].items()})
-        return Hardware(**values)
+        return Hardware.from_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--hardware {path}: cannot be read: {error.strerror}; known names are {', '.join(HARDWARE)}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--hardware {path}: not a calibration file ({type(error).__name__}: {error}).") from error
+    except ValueError as error:  # ConfigError, and bytes that are no text
+        raise ConfigError(f"--hardware {path}: {error}") from error
 
 
 def find_hardware(name: str) -> Hardware:
