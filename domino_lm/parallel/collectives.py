@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Transfer(Protocol):
+class Work(Protocol):
     """What is asked of a `torch.distributed.Work`."""
 
     def is_completed(self) -> bool: ...
@@ -26,7 +26,7 @@ class Pending:
     __slots__ = ("_buffer", "_finish", "_source", "_work")
 
     def __init__(
-        self, buffer: Tensor, work: Transfer | None, finish: Callable[[Tensor], Tensor] | None = None, source: Tensor | None = None
+        self, buffer: Tensor, work: Work | None, finish: Callable[[Tensor], Tensor] | None = None, source: Tensor | None = None
     ) -> None:
         """``source`` is what a GPU still reads while the collective travels, where that is not the buffer."""
         self._buffer: Tensor | None = buffer

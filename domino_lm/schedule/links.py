@@ -58,10 +58,11 @@ class Link:
 
 
 class Transfer(NamedTuple):
-    """A collective on its link: how long alone, and what share of the compute it takes while it runs."""
+    """A collective on its link: how long alone, what share of compute it takes while it runs, and of a wait for it afterwards."""
 
     seconds: float
     compute_share: float
+    wait_share: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +155,19 @@ class MeasuredFabric:
         return Group(tensor_parallel, 1), Group(data_parallel, 1)
 
     def transfer(self, collective: str, size_bytes: float, group: Group) -> Transfer:
-        """Between measured sizes by straight lines. Raises ConfigError on an unknown collective."""
+        """Between measured sizes by straight lines. Raises ConfigError on an unknown collective.
+
+        What the transport takes of a core that computes, it also takes of one that waited: the sum is yet to be added, and
+        caches hold the transport's buffers.
+        """
         name = traffic_of(collective)
         if group.ranks == 1:
             return Transfer(0.0, 0.0)
         travelled, measured = (group.ranks - 1) / group.ranks, (self.ranks - 1) / self.ranks
         equal_bytes = size_bytes * PASSES[name] / PASSES["all_reduce"] * travelled / measured
         seconds, compute_s = (self._between(equal_bytes, column) for column in (1, 2))
-        return Transfer(seconds, min(compute_s / seconds, MOST_COMPUTE_TAKEN))
+        share = min(compute_s / seconds, MOST_COMPUTE_TAKEN)
+        return Transfer(seconds, share, share)
 
     def _between(self, size_bytes: float, column: int) -> float:
         sizes = [point[0] for point in self.points]

@@ -2,7 +2,8 @@
 
 The same `Plan` that the executor runs, in its order of issue. A START puts its collective behind those that its link
 still carries, a WAIT holds compute until the collective has ended, everything else computes. Collectives in flight slow
-down compute by the share of the device that they occupy, and by nothing else: links do not slow each other.
+down compute by the share of the device that they occupy (on a host, those that are waited for too, after the wait), and by
+nothing else: links do not slow each other.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class OpTime(NamedTuple):
     transfer_s: float  # 0 for ops that start no collective
     compute_share: float  # what the collective takes of the device while it runs
     host_s: float  # to enqueue it
+    wait_share: float = 0.0  # what a wait for it costs once more, after it
     size_bytes: float = 0.0  # buffer of the collective
 
 
@@ -143,7 +145,9 @@ def _op_time(op: Op, shapes: Shapes, hardware: Hardware, groups: tuple[Group, Gr
     if not work.collective or op.lane in free:
         return OpTime(work.seconds(hardware) + hardware.op_s, 0.0, 0.0, host_s)
     transfer = work.transfer(hardware, *groups)
-    return OpTime(work.seconds(hardware) + hardware.op_s, *transfer, host_s, work.transfer_bytes)
+    return OpTime(
+        work.seconds(hardware) + hardware.op_s, transfer.seconds, transfer.compute_share, host_s, transfer.wait_share, work.transfer_bytes
+    )
 
 
 def simulate(plan: Plan, shapes: Shapes, hardware: Hardware, data_parallel: int = 1, free: Collection[str] = ()) -> Simulation:
@@ -155,7 +159,7 @@ def replay(plan: Plan, times: Sequence[OpTime]) -> Simulation:
     """Issue the ops in order, each taking what ``times`` says."""
     now_s = host_s = 0.0
     link_free_s = dict.fromkeys(LINKS, 0.0)
-    in_flight: dict[Op, Interval] = {}
+    in_flight: dict[Op, tuple[Interval, float]] = {}
     shares = {link: _Occupation() for link in LINKS}
     compute: list[Interval] = []
     transfers: list[Interval | None] = []
@@ -164,13 +168,15 @@ def replay(plan: Plan, times: Sequence[OpTime]) -> Simulation:
         start_s = max(now_s, host_s)
         transfer = None
         if op.kind is Kind.WAIT:
-            end_s = max(start_s, in_flight.pop(op._replace(kind=Kind.START)).end_s)
-            start_s = now_s
+            awaited, wait_share = in_flight.pop(op._replace(kind=Kind.START))
+            exposed_s = max(0.0, awaited.end_s - start_s)
+            start_s, end_s = now_s, start_s + exposed_s * (1.0 + wait_share)
         else:
             end_s = _slowed_end(start_s, time.compute_s, shares)
         if op.kind is Kind.START:
             begin_s = max(end_s, link_free_s[op.lane])
-            transfer = in_flight[op] = Interval(begin_s, begin_s + time.transfer_s)
+            transfer = Interval(begin_s, begin_s + time.transfer_s)
+            in_flight[op] = transfer, time.wait_share
             link_free_s[op.lane] = transfer.end_s
             shares[op.lane].add(transfer, time.compute_share)
         compute.append(Interval(start_s, end_s))

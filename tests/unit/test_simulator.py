@@ -182,6 +182,17 @@ def test_compute_beside_a_collective_runs_at_the_speed_that_is_left() -> None:
     assert step.compute[first_start + 1].end_s == pytest.approx(4.0)  # 2 s at half speed, then 2 s alone
 
 
+def test_a_host_that_waits_pays_for_the_transport_after_the_wait() -> None:
+    plan = build_plan(transformer_chain(1))
+    first_start = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.START)
+    times = [OpTime(0.0, 0.0, 0.0, 0.0)] * len(plan.ops)
+    times[first_start] = OpTime(0.0, 2.0, 0.0, 0.0, wait_share=0.25)
+    step = replay(plan, times)
+    assert plan.ops[first_start + 1].kind is Kind.WAIT
+    assert step.transfers[first_start] == (0.0, 2.0)
+    assert step.compute[first_start + 1] == (0.0, 2.5)
+
+
 def test_a_predicted_timeline_names_every_op() -> None:
     setting = Setting(model=model(2), hardware=HARDWARE["dgx-h100"], tensor_parallel=8, micro_batch_size=2)
     step = predict(setting, sliced(2)).shown
