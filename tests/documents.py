@@ -41,7 +41,7 @@ RUN_BY = {
     r"^make gpu-check": "unit/test_gpu_check.py::test_without_a_gpu_nothing_is_measured",
     r"head_to_head\.py --help|^domino-lm-|pretrain$": f"{_COMMANDS}a_program_explains_its_flags",
     r"^make bench|^python benchmarks/head_to_head": f"{_COMMANDS}a_comparison_runs_at_a_tiny_size",
-    r"predict_shaped\.py": f"{_COMMANDS}the_prediction_of_a_comparison_runs_on_one_link",
+    r"predict_shaped\.py": f"{_COMMANDS}the_comparison_is_predicted_as_recorded_within_a_tenth",
     r"when_domino_pays\.py|paper_figures\.py": f"{_COMMANDS}predicted_tables_are_the_recorded_ones",
     r"simulate\.py": f"{_COMMANDS}the_simulator_answers_for_a_model_and_a_cluster",
     r"megatron_page$": f"{_COMMANDS}the_page_of_megatrons_flags_is_made_by_its_command",

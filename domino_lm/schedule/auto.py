@@ -15,8 +15,8 @@ LATENCY_BOUND = 0.75
 """A collective is latency-bound where one of a piece's size takes more than this share of the whole one's time: cutting it in
 two would then make it take one and a half times as long in all."""
 
-NO_FASTER = 1.01
-"""What is predicted within a hundredth of the fastest is as fast; the one that is cut least is taken, since predictions miss more than that."""
+NO_FASTER = 1.02
+"""What is predicted within a fiftieth of the fastest is as fast; the one that is cut least is taken, since predictions miss more than that."""
 
 
 @dataclass(frozen=True)

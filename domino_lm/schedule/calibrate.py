@@ -24,7 +24,7 @@ GEMMS = ((64, 128, 128), (128, 256, 256), (256, 256, 512), (512, 512, 512), (512
 
 TOKENS, WIDTH = 1024, 512
 BUFFERS = 8
-"""Inputs take turns, so that none is still in the caches."""
+"""Inputs and weights take turns, so that none is still in the caches: each row of a cut reads them again."""
 
 ATTENTION = (2, 4, 256, 64)
 """Samples, heads, sequence, head width."""
@@ -76,8 +76,12 @@ def _measure_device() -> MeasuredDevice:
 def _gemm_rate(tokens: int, width_out: int, width_in: int) -> tuple[float, float]:
     """FLOPs of one GEMM, and the rate over the three forms that a linear layer takes."""
     x, dy = torch.randn(tokens, width_in), torch.randn(tokens, width_out)
-    weight, grad = torch.randn(width_out, width_in), torch.zeros(width_out, width_in)
-    forms: Sequence[Callable[[], object]] = (lambda: F.linear(x, weight), lambda: dy @ weight, lambda: grad.addmm_(dy.t(), x))
+    weights, grads = (cycle([torch.randn(width_out, width_in) for _ in range(BUFFERS)]) for _ in range(2))
+    forms: Sequence[Callable[[], object]] = (
+        lambda: F.linear(x, next(weights)),
+        lambda: dy @ next(weights),
+        lambda: next(grads).addmm_(dy.t(), x),
+    )
     flops = 2.0 * tokens * width_out * width_in
     return flops, len(forms) * flops / sum(map(_seconds, forms))
 
