@@ -20,11 +20,11 @@ def names(choice: Choice, *, tried: bool) -> set[str]:
     return {candidate.name for candidate in choice.candidates if (candidate.prediction is not None) is tried}
 
 
-def test_nothing_that_fits_is_faster_by_a_hundredth_than_what_is_taken() -> None:
+def test_nothing_that_fits_is_faster_by_a_fiftieth_than_what_is_taken() -> None:
     choice = choose(SETTING, AUTO)
     steps = [c.prediction.step_s for c in choice.candidates if c.prediction is not None and not c.refused]
     assert choice.chosen.prediction is not None
-    assert choice.chosen.prediction.step_s <= 1.01 * min(steps)
+    assert choice.chosen.prediction.step_s <= 1.02 * min(steps)
     assert len(steps) > 10
 
 
@@ -32,7 +32,7 @@ def test_of_what_is_equally_fast_the_least_cut_is_taken() -> None:
     choice = choose(replace(SETTING, tensor_parallel=8), AUTO)
     assert choice.chosen.prediction is not None
     best_s = min(c.prediction.step_s for c in choice.candidates if c.prediction is not None and not c.refused)
-    as_fast = [c.schedule for c in choice.candidates if c.prediction is not None and not c.refused and c.prediction.step_s <= 1.01 * best_s]
+    as_fast = [c.schedule for c in choice.candidates if c.prediction is not None and not c.refused and c.prediction.step_s <= 1.02 * best_s]
     taken = choice.chosen.schedule
     assert len(as_fast) > 1, "the claim needs a tie"
     assert all(
