@@ -11,6 +11,7 @@ from benchmarks.figures import PHASE_NAMES, PHASES
 from domino_lm.schedule.render import write_png
 
 MILLISECONDS = 1e3
+FAMILY_NAMES = {"gpt": "GPT", "llama": "LLaMA"}
 PROGRAM_NAMES = {OURS: "domino_lm", MEGATRON: "Megatron-core", DEEPSPEED: "DeepSpeed"}
 COLOURS = {OURS: "#1f5a99", MEGATRON: "#8c8c8c", DEEPSPEED: "#c05a00"}
 COLUMNS = {
@@ -29,7 +30,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 def _lines(results: Mapping[str, Any]) -> Iterator[str]:
     case, model, machine = results["case"], results["case"]["model"], results["machine"]
-    yield f"# {case['family'].upper()}, hidden {model['hidden_size']}, {model['num_layers']} layers, TP {case['tensor_parallel']}, DP {case['data_parallel']}"
+    yield f"# {FAMILY_NAMES[case['family']]}, hidden {model['hidden_size']}, {model['num_layers']} layers, TP {case['tensor_parallel']}, DP {case['data_parallel']}"
     yield ""
     yield (
         f"Sequence {model['seq_length']}, micro-batch {case['micro_batch_size']} x {case['micro_batches']}, vocabulary {model['vocab_size']}, fp32, "
@@ -104,7 +105,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
             panel(axes, link, phase)
     model = results["case"]["model"]
     figure.suptitle(
-        f"{results['case']['family'].upper()}, hidden {model['hidden_size']}, vocabulary {model['vocab_size']}, TP {results['case']['tensor_parallel']}: "
+        f"{FAMILY_NAMES[results['case']['family']]}, hidden {model['hidden_size']}, vocabulary {model['vocab_size']}, TP {results['case']['tensor_parallel']}: "
         "share of the same program's time without communication (1 = all communication hidden)"
     )
     write_png(figure, path)
@@ -115,6 +116,7 @@ def panel(axes: Any, link: Mapping[str, Any], phase: str) -> None:
     variants = {name: figures for name, figures in link["summary"]["variants"].items() if "fraction_of_optimum" in figures and _plain(name)}
     for height, (name, figures) in enumerate(variants.items()):
         if phase not in figures["fraction_of_optimum"]:
+            axes.text(0.01, height, "overlaps forward and backward", va="center", color="gray", fontsize=8)
             continue
         middle, low, high = figures["fraction_of_optimum"][phase]
         axes.barh(height, middle, color=COLOURS[name.partition("/")[0]])
