@@ -49,7 +49,7 @@ RUN_BY = {
     r"merge_datasets\.py": f"{_COMMANDS}all_pairs_of_a_folder_become_one",
     r"convert_checkpoint\.py": f"{_COMMANDS}conversions_lead_from_one_to_the_next",
     r"--load checkpoints/megatron": f"{_COMMANDS}a_checkpoint_of_megatrons_is_trained_on",
-    r"plot_timeline\.py docs/figures": f"{_COMMANDS}the_timeline_of_the_readme_is_drawn_again",
+    r"plot_timeline\.py benchmarks/results": f"{_COMMANDS}the_timeline_of_the_readme_is_drawn_again",
     r"tools/preflight\.py": "distributed/test_preflight.py::test_the_command_of_the_document_looks_at_two_ranks",
     r"^torchrun --max-restarts": "distributed/test_elastic.py::test_a_run_that_loses_a_rank_ends_as_the_unbroken_one",
     r"data\.py .*runs/data": "unit/data/test_page.py::test_the_commands_of_the_page_run",
