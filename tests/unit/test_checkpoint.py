@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from domino_lm.training.optimizer import Optimizer
 from domino_lm.training.sharded_tensors import Block, blocks_of, write_blocks
 from domino_lm.training.stored_metadata import CheckpointError, read_metadata
 from tests.distributed.models import GPT, LLAMA
+from tests.full_disk import files_of_at_most
 
 ALONE = Communicator.single()
 MESH = ParallelMesh(ALONE, ALONE, ALONE, torch.device("cpu"))
@@ -349,17 +347,6 @@ def test_no_checkpoint_at_all_is_none(tmp_path: Path, folder: str) -> None:
 
 
 # --- saves that fail
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """A disk that is full, as far as this process can tell."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("size_bytes", [0, 10_000])

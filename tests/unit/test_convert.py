@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from domino_lm.training.checkpoint import detect_kind, save_checkpoint
 from domino_lm.training.optimizer import Optimizer
 from domino_lm.training.stored_metadata import CheckpointError
 from tests.distributed.models import GPT, LLAMA
+from tests.full_disk import files_of_at_most
 
 ALONE = Communicator.single()
 MESH = ParallelMesh(ALONE, ALONE, ALONE, torch.device("cpu"))
@@ -109,17 +107,6 @@ def test_nothing_that_exists_is_overwritten(tmp_path: Path, to: Any) -> None:
     with pytest.raises(CheckpointError, match="exists already and is not overwritten"):
         convert(Conversion(load=load, save=tmp_path / "save", to=to, dtype=torch.bfloat16))
     assert sorted(path.name for path in (tmp_path / "save").rglob("*")) == before
-
-
-@contextmanager
-def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """A disk that is full, as far as this process can tell."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("to", KINDS)
