@@ -186,9 +186,10 @@ def _require_needs(accepted: Sequence[str], values: dict[str, object]) -> None:
 
 def config_from_values(values: dict[str, object]) -> RunConfig:
     """RunConfig of flat field names and values; what is absent takes its default. Raises ConfigError on a missing one."""
-    missing = [item.flag for item in settings() if item.default is NO_DEFAULT and item.name not in values]
+    missing = [item for item in settings() if item.default is NO_DEFAULT and item.name not in values]
     if missing:
-        raise ConfigError(f"{', '.join(missing)}: no value given and none by default; add them, or take a model with --preset debug-gpt.")
+        way_out = ", or take a model with --preset debug-gpt" if "model" in {item.part for item in missing} else ""
+        raise ConfigError(f"{', '.join(item.flag for item in missing)}: no value given and none by default; add what is missing{way_out}.")
     parts = {
         part: part_class(**{item.name: _stored(values[item.name]) for item in dataclasses.fields(part_class) if item.name in values})
         for part, part_class in _parts().items()

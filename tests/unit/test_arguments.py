@@ -76,8 +76,13 @@ def test_megatrons_spelling_sets_the_field(flags: str, name: str, value: object)
 
 
 def test_all_missing_flags_stand_in_one_message() -> None:
-    with pytest.raises(ConfigError, match=r"--num-layers, .*--lr, --micro-batch-size: no value"):
+    with pytest.raises(ConfigError, match=r"--num-layers, .*--lr, --micro-batch-size: no value.* or take a model with --preset"):
         parse("")
+
+
+def test_who_gave_a_preset_is_not_told_to_take_one() -> None:
+    with pytest.raises(ConfigError, match=r"^--lr: no value given and none by default; add what is missing\.$"):
+        parse("--preset debug-gpt --micro-batch-size 2 --train-iters 10")
 
 
 def test_unknown_flags_stand_in_one_message_with_the_nearest_known_ones() -> None:
