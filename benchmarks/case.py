@@ -130,7 +130,7 @@ _BASELINE = ScheduleConfig(schedule="baseline")
 
 
 def _domino(**settings: Any) -> ScheduleConfig:
-    return ScheduleConfig(schedule="domino", **{"domino_wgrad_rows": "each", **settings})
+    return ScheduleConfig(schedule="domino", **settings)
 
 
 _ROWS_2, _SEQUENCE_4 = _domino(domino_row_slices=2), _domino(domino_row_slices=4, domino_row_dim="sequence")

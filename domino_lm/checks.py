@@ -35,6 +35,17 @@ def check_model(model: ModelConfig, tp: int) -> None:
     refuse(list(_model_faults(model, tp)))
 
 
+def can_shard(model: ModelConfig, tp: int) -> bool:
+    """Whether ``tp`` tensor-parallel ranks can share every width of ``model``."""
+    return not any(_model_faults(model, tp))
+
+
+def widest_tensor_parallel(run: RunConfig, ranks: int) -> int:
+    """The most of ``ranks``, a divisor of them, that can share the model; 1 where none can, or where numbers are at fault."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    return 1 if any(_number_faults(run)) else max((size for size in sizes if can_shard(run.model, size)), default=1)
+
+
 def refuse(faults: Sequence[str]) -> None:
     """Raise ConfigError with all ``faults``, where there are any."""
     if len(faults) == 1:

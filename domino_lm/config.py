@@ -181,8 +181,8 @@ class ScheduleConfig:
     recompute_num_layers: int | None = None
     """Layers recomputed under --recompute-method block; uniform accepts it without effect, since no reduced output is ever recomputed."""
 
-    domino_wgrad_rows: Literal["together", "each"] | None = None
-    """together: one weight gradient for all rows of a part (fewer passes over gradient memory); each: one a row, right after its collective left; None takes each on CPUs, together on GPUs."""
+    domino_wgrad_rows: Literal["each", "together"] = "each"
+    """each: a weight gradient a row, right after its collective left; together: one for all rows of a part, which spares passes over gradient memory and copies the operands."""
 
     overlap_grad_reduce: bool = True
     """Start the data-parallel reduction of a gradient bucket as soon as its last gradient is written; --no-overlap-grad-reduce reduces all of them after backward."""

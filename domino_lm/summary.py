@@ -122,8 +122,6 @@ def memory_estimate(run: RunConfig, world_size: int, device: str) -> Memory:
     """What one rank holds at the peak of a step. A schedule still to be chosen (auto) counts as the default one."""
     tp, replicas, micro = run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size), run.training.micro_batch_size
     config = replace(run.schedule, schedule=None) if run.schedule.schedule == "auto" else run.schedule
-    if config.domino_wgrad_rows is None:
-        config = replace(config, domino_wgrad_rows="together" if device == "cuda" else "each")
     precision = run.precision
     hardware = _eager(device, precision.element_bytes)
     setting = Setting(model=run.model, hardware=hardware, tensor_parallel=tp, data_parallel=replicas, micro_batch_size=micro)

@@ -5,7 +5,8 @@
     python tools/simulate.py --preset llama2-7b --hardware dgx-h100 --nodes 2 --tensor-model-parallel-size 16 --micro-batch-size 8 --compare
     python tools/simulate.py --preset gpt3-13b --hardware gb200-nvl72 --sweep sweep/gpt3-13b
 
-All flags of training are understood; those below are added. --timeline FILE.json draws the predicted step.
+All flags of training are understood; those below are added. Without --tensor-model-parallel-size, as many devices of a node as the
+model's widths allow share it. --timeline FILE.json draws the predicted step.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from domino_lm.arguments import build_parser, config_from_values
-from domino_lm.checks import check_run, data_parallel_size, global_batch_size
+from domino_lm.checks import check_run, data_parallel_size, global_batch_size, widest_tensor_parallel
 from domino_lm.config import ConfigError, RunConfig
 from domino_lm.presets import PRESETS
 from domino_lm.schedule.hardware import HARDWARE, Hardware, find_hardware
@@ -79,12 +81,16 @@ def _resolve(chosen: argparse.Namespace) -> Asked:
     hardware = find_hardware(chosen.hardware)
     node_size = hardware.fabric.node_size if isinstance(hardware.fabric, Fabric) else hardware.fabric.ranks
     devices = chosen.devices if chosen.devices is not None else chosen.nodes * node_size
+    if devices < 1:
+        raise ConfigError(f"{'--nodes' if chosen.devices is None else '--devices'} gives {devices} devices; give 1 or more.")
     ours = {"hardware", "nodes", "devices", "json", "compare", "sweep", "processes", "preset", *(f"sweep_{name}" for name in _grid_axes())}
     given = {name: value for name, value in vars(chosen).items() if name not in ours}
     preset = getattr(chosen, "preset", None)
-    fallbacks = {"tensor_model_parallel_size": min(node_size, devices), "vocab_size": vocabulary_of(preset or "")}
-    values = {**NOT_ASKED_FOR, **fallbacks, **(PRESETS[preset] if preset else {}), **given}
+    values = {**NOT_ASKED_FOR, "vocab_size": vocabulary_of(preset or ""), **(PRESETS[preset] if preset else {}), **given}
     run = config_from_values(values)
+    if "tensor_model_parallel_size" not in given:
+        within_node = widest_tensor_parallel(run, gcd(node_size, devices))
+        run = replace(run, parallel=replace(run.parallel, tensor_model_parallel_size=within_node))
     check_run(run, devices)
     data_parallel = data_parallel_size(run, devices)
     setting = Setting(
@@ -236,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 

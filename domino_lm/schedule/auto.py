@@ -63,7 +63,7 @@ def choose(setting: Setting, asked: ScheduleConfig, memory_bytes: float | None =
     limit = setting.hardware.device.memory_bytes if memory_bytes is None else memory_bytes
     candidates = []
     for name, cut in _cuts():
-        schedule = replace(asked, **{"schedule": "domino", "domino_row_slices": 1, **cut})  # type: ignore[arg-type]
+        schedule = replace(asked, **{"schedule": "domino", "domino_row_slices": 1, "domino_wgrad_rows": "each", **cut})  # type: ignore[arg-type]
         candidate = Candidate(name, schedule, refused=_obstacle(setting, schedule))
         if not candidate.refused:
             prediction = predict(
@@ -89,23 +89,19 @@ def choose(setting: Setting, asked: ScheduleConfig, memory_bytes: float | None =
 
 def _cuts() -> Iterator[tuple[str, dict[str, object]]]:
     """Candidates by name. The uncut order comes first, so that a tie goes to it."""
-    for together in ("each", "together"):
-        wgrad: dict[str, object] = {"domino_wgrad_rows": together}
-        if together == "each":
-            yield "uncut", {"schedule": "baseline", **wgrad}
-            for columns in (2, 4):
-                yield f"{columns} columns", {"domino_column_slices": columns, **wgrad}
-        suffix = "" if together == "each" else ", wgrad together"
+    yield "uncut", {"schedule": "baseline"}
+    for columns in (2, 4):
+        yield f"{columns} columns", {"domino_column_slices": columns}
+    for wgrad, suffix in (("each", ""), ("together", ", wgrad together")):
         for rows in (2, 3, 4):
-            yield f"{rows} rows{suffix}", {"domino_row_slices": rows, "domino_row_dim": "batch", **wgrad}
+            yield f"{rows} rows{suffix}", {"domino_row_slices": rows, "domino_row_dim": "batch", "domino_wgrad_rows": wgrad}
         for rows in (2, 4):
-            yield f"{rows} sequence rows{suffix}", {"domino_row_slices": rows, "domino_row_dim": "sequence", **wgrad}
-    wgrad = {"domino_wgrad_rows": "each"}
-    yield "paired", {"domino_pair": "micro-batches", **wgrad}
-    yield "2 rows x 2 columns", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_column_slices": 2, **wgrad}
-    yield "row groups", {"domino_row_slices": 4, "domino_row_dim": "batch", "domino_pair": "row-groups", **wgrad}
-    yield "2 rows, paired", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_pair": "micro-batches", **wgrad}
-    yield "2 sequence rows, paired", {"domino_row_slices": 2, "domino_row_dim": "sequence", "domino_pair": "micro-batches", **wgrad}
+            yield f"{rows} sequence rows{suffix}", {"domino_row_slices": rows, "domino_row_dim": "sequence", "domino_wgrad_rows": wgrad}
+    yield "paired", {"domino_pair": "micro-batches"}
+    yield "2 rows x 2 columns", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_column_slices": 2}
+    yield "row groups", {"domino_row_slices": 4, "domino_row_dim": "batch", "domino_pair": "row-groups"}
+    yield "2 rows, paired", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_pair": "micro-batches"}
+    yield "2 sequence rows, paired", {"domino_row_slices": 2, "domino_row_dim": "sequence", "domino_pair": "micro-batches"}
 
 
 def _obstacle(setting: Setting, schedule: ScheduleConfig) -> str:

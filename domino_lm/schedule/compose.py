@@ -10,9 +10,7 @@ from domino_lm.schedule.passes import defer_wgrad, pair_micro_batches, recompute
 from domino_lm.schedule.plan import Plan, build_plan, cut, wgrad_each_row
 
 
-def compute_plan(
-    chain: Sequence[ChainPart], schedule: ScheduleConfig, micro_batch_size: int, seq_length: int, tp_size: int, wgrad_rows: str
-) -> Plan:
+def compute_plan(chain: Sequence[ChainPart], schedule: ScheduleConfig, micro_batch_size: int, seq_length: int, tp_size: int) -> Plan:
     """Forward and backward of one micro-batch as ``schedule`` says, without the step's end."""
     rows = schedule.rows(micro_batch_size, tp_size)
     sequence_rows = rows > 1 and schedule.row_dim(micro_batch_size) == "sequence"
@@ -25,7 +23,7 @@ def compute_plan(
         sequence_parallel=schedule.sequence_parallel and tp_size > 1,
         row_groups=2 if schedule.domino_pair == "row-groups" else 1,
     )
-    if wgrad_rows == "each":
+    if schedule.domino_wgrad_rows == "each":
         plan = wgrad_each_row(plan)
     if schedule.domino_defer_wgrad:
         plan = defer_wgrad(plan)

@@ -67,9 +67,8 @@ class Schedule:
     def plan(self, setting: Setting) -> Plan:
         """The plan of one micro-batch of ``setting``, without the step's end. Raises ConfigError where it cannot be cut so."""
         size, length, tp = setting.micro_batch_size, setting.model.seq_length, setting.tensor_parallel
-        together = self.config.domino_wgrad_rows or ("each" if setting.hardware.host_blocks else "together")
         try:
-            plan = compute_plan(transformer_chain(setting.model.num_layers), self.config, size, length, tp, together)
+            plan = compute_plan(transformer_chain(setting.model.num_layers), self.config, size, length, tp)
         except ValueError as error:
             raise ConfigError(f"micro-batch {size}, sequence {length}, TP {tp}: {error}") from error
         return serialize(plan) if self.serial else plan
@@ -84,13 +83,12 @@ class Schedule:
 
 
 def sliced(rows: int = 1, cols: int = 1, **settings: Any) -> Schedule:
-    """``rows`` x ``cols`` slices, a weight gradient for each row, under further settings of ScheduleConfig."""
+    """``rows`` x ``cols`` slices under further settings of ScheduleConfig."""
     values: dict[str, Any] = {
         "schedule": "domino",
         "domino_row_slices": rows,
         "domino_column_slices": cols,
         "domino_row_dim": "batch",
-        "domino_wgrad_rows": "each",
         **settings,
     }
     return Schedule(ScheduleConfig(**values))

@@ -32,8 +32,7 @@ def prepare_plan(
     parameters move into flat buffers here: views of their memory are to be taken afterwards.
     Raises ConfigError, on every rank, where ranks would run different plans.
     """
-    wgrad_rows = schedule.domino_wgrad_rows or ("together" if mesh.device.type == "cuda" else "each")
-    plan = compute_plan(stack.parts, schedule, micro_batch_size, seq_length, mesh.tp.size, wgrad_rows)
+    plan = compute_plan(stack.parts, schedule, micro_batch_size, seq_length, mesh.tp.size)
     bucket_size = schedule.ddp_bucket_size or max(40_000_000, 1_000_000 * mesh.dp.size)
     groups, writers, replica_buckets = _group_by_last_write(stack, plan, bucket_size, mesh.tp.size)
     gradients = GradientBuckets(groups, mesh.dp, schedule.sharding, gradient_dtype)

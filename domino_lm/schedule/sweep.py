@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from domino_lm.checks import can_shard
 from domino_lm.config import ConfigError, ModelConfig
 from domino_lm.schedule.hardware import Hardware
 from domino_lm.schedule.predict import Setting, optimum, predict, sliced
@@ -68,8 +69,8 @@ def sweep(model: ModelConfig, hardware: Hardware, grid: Grid, processes: int) ->
     tasks = list(_tasks(model, hardware, grid))
     if not tasks:
         raise ConfigError(
-            f"no point of the sweep can run: {model.num_attention_heads} heads, TP sizes {grid.tensor_parallel}, devices {grid.devices}; "
-            "choose TP sizes that divide both, and rows no more than the micro-batch size."
+            f"no point of the sweep can run: {model.num_attention_heads} heads in {model.query_groups} groups, TP sizes {grid.tensor_parallel}, devices {grid.devices}; "
+            "choose TP sizes that divide all three, and rows no more than the micro-batch size."
         )
     if processes == 1:
         return [_point(task) for task in tasks]
@@ -80,9 +81,8 @@ def sweep(model: ModelConfig, hardware: Hardware, grid: Grid, processes: int) ->
 def _tasks(model: ModelConfig, hardware: Hardware, grid: Grid) -> Iterator[_Task]:
     axes = (grid.devices, grid.tensor_parallel, grid.rows, grid.cols, grid.micro_batch_size, grid.seq_length)
     for devices, tp, rows, cols, micro_batch_size, seq_length in product(*axes):
-        divides = devices % tp == 0 and model.num_attention_heads % tp == 0 and model.ffn_width % tp == 0
         useful = rows <= micro_batch_size and model.hidden_size % cols == 0 and (tp > 1 or rows == cols == 1)
-        if divides and useful:
+        if useful and devices % tp == 0 and can_shard(model, tp):
             yield _Task(model, hardware, devices, tp, rows, cols, micro_batch_size, seq_length, grid.micro_batches)
 
 

@@ -102,7 +102,7 @@ def estimated(model: ModelConfig, schedule: ScheduleConfig, micro_batches: int, 
     """What a start-up summary says of one rank on CPUs."""
     hardware = replace(HARDWARE["dgx-h100"], name="cpu", element_bytes=element_bytes, fused=False)
     setting = Setting(model=model, hardware=hardware, tensor_parallel=tensor_parallel, micro_batch_size=SAMPLES)
-    plan = Schedule(replace(schedule, domino_wgrad_rows="each")).plan(setting)
+    plan = Schedule(schedule).plan(setting)
     ops = chain.from_iterable(step_templates(plan, micro_batches))
     return memory_of(ops, shapes_of(model, plan, tensor_parallel, hardware, SAMPLES))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +24,7 @@ from domino_lm.schedule.ops import Kind, Op, transformer_chain
 from domino_lm.schedule.plan import Plan, build_plan, cut
 from domino_lm.schedule.predict import BASELINE, Setting, flops_per_token, optimum, predict
 from domino_lm.schedule.sweep import Grid, Point, sweep, write_csv
+from tools import simulate
 
 QUIET = settings(deadline=None)
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -228,6 +231,30 @@ def test_a_sweep_keeps_what_can_run(tmp_path: Path) -> None:
     assert tuple(rows[0]) == Point._fields
 
 
+def test_a_sweep_leaves_out_what_training_refuses() -> None:
+    grid = Grid(devices=(8,), tensor_parallel=(4, 8), rows=(1,), cols=(1,), micro_batch_size=(1,), seq_length=(256,))
+    assert [point.tensor_parallel for point in sweep(LLAMA, H100, grid, processes=1)] == [LLAMA.query_groups]
+
+
+@pytest.mark.parametrize("example", re.findall(r"simulate\.py (.*)", simulate.__doc__ or ""))
+def test_the_examples_of_the_help_can_be_simulated(example: str) -> None:
+    simulate.parse_arguments(shlex.split(example))
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        ("--preset gpt3-13b --hardware gb200-nvl72", 8),
+        ("--preset llama3-70b --hardware gb200-nvl72", 8),
+        ("--preset gpt3-13b --nodes 4", 8),
+        ("--preset gpt3-13b --devices 12", 4),
+        ("--preset gpt3-13b --nodes 4 --tensor-model-parallel-size 2", 2),
+    ],
+)
+def test_a_node_shares_the_model_as_far_as_its_widths_allow(flags: str, size: int) -> None:
+    assert simulate.parse_arguments(shlex.split(flags)).setting.tensor_parallel == size
+
+
 def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "tools/simulate.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
@@ -262,8 +289,10 @@ def test_the_tool_writes_a_predicted_timeline(tmp_path: Path) -> None:
         (["--preset", "debug-gpt", "--hardware", "abacus"], "--hardware abacus is neither known"),
         (["--preset", "debug-gpt", "--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size 3"),
         (["--num-layers", "2"], "--hidden-size"),
+        (["--preset", "debug-gpt", "--nodes", "0"], "--nodes gives 0 devices"),
+        (["--preset", "debug-gpt", "--num-attention-heads", "0"], "--num-attention-heads 0 must be above 0"),
     ],
-    ids=["hardware", "layout", "model"],
+    ids=["hardware", "layout", "model", "nodes", "heads"],
 )
 def test_the_tool_refuses_with_one_message(flags: list[str], said: str) -> None:
     done = run_tool(*flags)
