@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from domino_lm.config import ModelConfig, ScheduleConfig
+from domino_lm.config.settings import ModelConfig, ScheduleConfig
 
 BYTES_PER_ELEMENT = 4
 HEAD_WIDTH = 64

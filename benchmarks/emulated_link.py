@@ -1,7 +1,7 @@
 """Tensor parallelism with one device: the collectives of a rank whose peers are not there take the time that peers would.
 
 On a GPU a collective is a copy of its buffer on a stream of its own, and then a kernel that waits, for as long together as
-the links of ``domino_lm.schedule.links`` predict; on a CPU, where this is rehearsed, a thread that sleeps. Values are not
+the links of ``domino_lm.simulate.links`` predict; on a CPU, where this is rehearsed, a thread that sleeps. Values are not
 summed: what is trained so is nothing, but every kernel, buffer and order is that of the real rank.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from domino_lm.parallel.collectives import Communicator, Pending
-from domino_lm.schedule.links import Fabric, Group
+from domino_lm.simulate.links import Fabric, Group
 
 SPIN_CYCLES = 20_000_000
 COPIED_BYTES = 64 * 2**20

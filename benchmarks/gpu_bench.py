@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.emulated_link import Link, StreamLink, ThreadLink
 from benchmarks.gpu_slice import Case
-from domino_lm.config import ModelConfig
-from domino_lm.schedule.hardware import HARDWARE, Device, Hardware
-from domino_lm.schedule.predict import named_model
+from domino_lm.config.settings import ModelConfig
+from domino_lm.simulate.hardware import HARDWARE, Device, Hardware
+from domino_lm.simulate.predict import named_model
 
 REHEARSAL = "rehearsal on CPU, not a GPU result"
 KNOWN = {"H200": "dgx-h200", "H100": "dgx-h100", "A100": "dgx-a100", "B200": "dgx-b200", "MI300": "mi300x"}

@@ -33,12 +33,12 @@ from benchmarks.emulated_link import FreeLink, Link
 from benchmarks.gpu_bench import REHEARSAL, Bench, Row, known_hardware, release
 from benchmarks.gpu_correctness import correctness
 from benchmarks.gpu_slice import Case, Slice, Timing, in_turn, predicted_bytes, predicted_s, synchronize
-from domino_lm.config import ConfigError
-from domino_lm.kernel_config import KernelConfig
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.settings import ConfigError
 from domino_lm.schedule.ops import TP_LINK, Kind
-from domino_lm.schedule.predict import BASELINE, SCHEDULES, flops_per_token
 from domino_lm.schedule.recorder import Recorder
 from domino_lm.schedule.timeline import Timeline
+from domino_lm.simulate.predict import BASELINE, SCHEDULES, flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.gpu_bench import Bench, Row
 from benchmarks.gpu_slice import Case, Slice
-from domino_lm.config import ConfigError, ModelConfig
-from domino_lm.kernel_config import KernelConfig
-from domino_lm.schedule.predict import SCHEDULES, named_model
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.settings import ConfigError, ModelConfig
+from domino_lm.simulate.predict import SCHEDULES, named_model
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 1e-1}
 """Largest relative difference of any gradient; compared with the same dtype's autograd."""

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulated_link import EmulatedCommunicator, FreeLink, Link
-from domino_lm.config import ModelConfig
-from domino_lm.kernel_config import KernelConfig
-from domino_lm.model.backends import choose_kernels, install_kernels
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.settings import ModelConfig
 from domino_lm.model.batch import MicroBatch
+from domino_lm.model.kernels.backends import choose_kernels, install_kernels
 from domino_lm.model.parameter import Parameter, ParameterFactory, ParameterSpec
 from domino_lm.model.stack import Stack, stack_of
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.costs import shapes_of
+from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.graphs import build_executor
-from domino_lm.schedule.hardware import Hardware
-from domino_lm.schedule.links import Fabric
-from domino_lm.schedule.memory import memory_of
 from domino_lm.schedule.passes import serialize
-from domino_lm.schedule.predict import Schedule, Setting
-from domino_lm.schedule.prepare import prepare_plan
-from domino_lm.schedule.simulator import simulate
+from domino_lm.simulate.costs import shapes_of
+from domino_lm.simulate.hardware import Hardware
+from domino_lm.simulate.links import Fabric
+from domino_lm.simulate.memory import memory_of
+from domino_lm.simulate.predict import Schedule, Setting
+from domino_lm.simulate.simulator import simulate
 
 
 class DeviceFactory(ParameterFactory):

@@ -34,7 +34,7 @@ from benchmarks.gang import Gang, GangError  # noqa: E402
 from benchmarks.peers import REQUIREMENTS, PeerError, install_peers  # noqa: E402
 from benchmarks.report import draw, markdown  # noqa: E402
 from benchmarks.shaped_network import LARGEST_MTU, Link, NetworkError, ShapedNetwork, bus_bandwidth  # noqa: E402
-from domino_lm.checks import check_model  # noqa: E402
+from domino_lm.launch.checks import check_model  # noqa: E402
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from domino_lm.schedule.hardware import HARDWARE, Hardware
-from domino_lm.schedule.links import Fabric
-from domino_lm.schedule.predict import BASELINE, Setting, named_model, optimum, predict, sliced
 from domino_lm.schedule.render import write_png
+from domino_lm.simulate.hardware import HARDWARE, Hardware
+from domino_lm.simulate.links import Fabric
+from domino_lm.simulate.predict import BASELINE, Setting, named_model, optimum, predict, sliced
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = ROOT / "tests" / "golden" / "paper"

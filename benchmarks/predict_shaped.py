@@ -4,7 +4,7 @@
     python benchmarks/predict_shaped.py                                          # calibrate each link and predict
     python benchmarks/predict_shaped.py --measured benchmarks/results/FILE.json  # compare with a benchmark's results
 
-A calibration (domino_lm.schedule.calibrate) never runs a model, and knows neither the benchmark's sizes nor its results. Other
+A calibration (domino_lm.simulate.calibrate) never runs a model, and knows neither the benchmark's sizes nor its results. Other
 programs change a machine's speed from minute to minute, so results are compared with predictions from the calibrations that
 `head_to_head.py --calibrate` made before each of their rounds; both are medians over rounds.
 """
@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.case import OUR_VARIANTS, OURS, Case, Variant, model_of, variants_of
 from benchmarks.shaped_network import Link, NetworkError, ShapedNetwork
-from domino_lm.schedule.costs import shapes_of
-from domino_lm.schedule.hardware import Hardware, read_hardware
 from domino_lm.schedule.ops import DP_LINK, TP_LINK
 from domino_lm.schedule.passes import step_templates
-from domino_lm.schedule.predict import Schedule, Setting
-from domino_lm.schedule.simulator import simulate
+from domino_lm.simulate.costs import shapes_of
+from domino_lm.simulate.hardware import Hardware, read_hardware
+from domino_lm.simulate.predict import Schedule, Setting
+from domino_lm.simulate.simulator import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 BAR = 0.10

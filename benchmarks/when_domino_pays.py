@@ -3,7 +3,7 @@
 
     python benchmarks/when_domino_pays.py       # writes benchmarks/results/when_domino_pays.md
 
-Everything is predicted from datasheets (domino_lm.schedule.hardware); nothing is fitted, nothing is measured.
+Everything is predicted from datasheets (domino_lm.simulate.hardware); nothing is fitted, nothing is measured.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from domino_lm.config import ModelConfig
-from domino_lm.schedule.costs import shapes_of
-from domino_lm.schedule.hardware import HARDWARE, Hardware
-from domino_lm.schedule.links import Group
-from domino_lm.schedule.memory import memory_of
+from domino_lm.config.settings import ModelConfig
 from domino_lm.schedule.ops import COMPUTE, TP_LINK, Kind
-from domino_lm.schedule.predict import BASELINE, SCHEDULES, Schedule, Setting, named_model, optimum, predict, sliced
-from domino_lm.schedule.simulator import simulate
+from domino_lm.simulate.costs import shapes_of
+from domino_lm.simulate.hardware import HARDWARE, Hardware
+from domino_lm.simulate.links import Group
+from domino_lm.simulate.memory import memory_of
+from domino_lm.simulate.predict import BASELINE, SCHEDULES, Schedule, Setting, named_model, optimum, predict, sliced
+from domino_lm.simulate.simulator import simulate
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BEST_KNOWN = ("baseline", "rows 2", "columns 2", "columns 4", "2 x 2")

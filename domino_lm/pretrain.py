@@ -11,17 +11,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from domino_lm.arguments import Command, parse_command, settings
-from domino_lm.checks import check_run
-from domino_lm.config import ConfigError, RunConfig
-from domino_lm.config_file import config_text, require_writable, save_config
+from domino_lm.config.arguments import Command, parse_command
+from domino_lm.config.schema import settings
+from domino_lm.config.settings import ConfigError, RunConfig
+from domino_lm.config.toml_file import config_text, require_writable, save_config
 from domino_lm.data.indexed import IndexedDatasetError
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.loader import LoaderError
 from domino_lm.data.splits import sources_of
-from domino_lm.data.tokenizer import Tokenizer, TokenizerError, build_tokenizer
-from domino_lm.file_checks import check_files, file_faults
-from domino_lm.summary import RunSummary, changed_settings, foreseen_schedule
+from domino_lm.data.tokenizers.build import build_tokenizer
+from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
+from domino_lm.launch.checks import check_run
+from domino_lm.launch.file_checks import check_files, file_faults
+from domino_lm.launch.summary import RunSummary, changed_settings, foreseen_schedule
 
 if TYPE_CHECKING:
     from domino_lm.parallel.collectives import Communicator
@@ -66,8 +68,8 @@ def model_of_checkpoint(folder: str, iteration: int | None) -> dict[str, object]
 
     Raises ConfigError where it does not say what its model is.
     """
-    from domino_lm.training.resume import settings_of_model
-    from domino_lm.training.stored_metadata import CheckpointError
+    from domino_lm.checkpoint.index import CheckpointError
+    from domino_lm.checkpoint.same_model import settings_of_model
 
     try:
         return settings_of_model(folder, iteration)
@@ -98,8 +100,8 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
     """Build everything that `check_run` found sound, and train; returns the exit code. ``ignored`` flags are told of."""
     import torch  # from here on, since it takes seconds
 
+    from domino_lm.checkpoint.index import CheckpointError
     from domino_lm.parallel.mesh import ParallelMesh
-    from domino_lm.training.stored_metadata import CheckpointError
     from domino_lm.training.trainer import TrainingError
 
     warnings.showwarning = show_warning
@@ -130,10 +132,10 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
 
 def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = ()) -> Trainer:
     """Tokenizer, data, model and trainer, resumed where ``--load`` says so; rank 0 prints what was built."""
-    from domino_lm.model.backends import choose_kernels, install_kernels
+    from domino_lm.launch.auto_schedule import settle_schedule
+    from domino_lm.model.kernels.backends import choose_kernels, install_kernels
     from domino_lm.model.parameter import dtype_of
     from domino_lm.model.stack import build_stack
-    from domino_lm.training.schedule_choice import settle_schedule
     from domino_lm.training.trainer import Trainer
 
     folder = run.checkpoint.save
@@ -207,7 +209,7 @@ def with_vocabulary(run: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
 
 def summary(run: RunConfig, mesh: ParallelMesh, trainer: Trainer, ignored: Sequence[str]) -> str:
     """What the run consists of, and which of its settings are not at their defaults."""
-    from domino_lm.training.watch import mfu_basis
+    from domino_lm.watch.watch import mfu_basis
 
     told = RunSummary(run, mesh.world.size, mesh.device.type, trainer.data.describe(), ignored)
     kernels = trainer.stack.embedding.kernels.description

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from domino_lm.config import ModelConfig
+from domino_lm.config.settings import ModelConfig
 
 Weights = dict[str, Tensor]
 

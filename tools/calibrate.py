@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from domino_lm.config import ParallelConfig
+from domino_lm.config.settings import ParallelConfig
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.calibrate import calibrate
+from domino_lm.simulate.calibrate import calibrate
 
 
 def main() -> int:

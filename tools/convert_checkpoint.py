@@ -7,8 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from domino_lm.arguments import NO_DEFAULT, build_parser, settings
-from domino_lm.config import ConfigError, ModelConfig
+from domino_lm.config.arguments import NO_DEFAULT, build_parser
+from domino_lm.config.schema import settings
+from domino_lm.config.settings import ConfigError, ModelConfig
 
 KINDS = ("native", "megatron-legacy", "megatron-torch_dist", "hf")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -66,8 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     import torch  # takes seconds, which --help and wrong flags need not wait for
 
-    from domino_lm.convert.conversion import Conversion, convert
-    from domino_lm.training.stored_metadata import CheckpointError
+    from domino_lm.checkpoint.convert.conversion import Conversion, convert
+    from domino_lm.checkpoint.index import CheckpointError
 
     conversion = Conversion(
         load=flags.load,

@@ -12,10 +12,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from domino_lm.data.gpt_dataset import GPTDatasetConfig
 from domino_lm.data.indexed import IndexedDataset
-from domino_lm.data.inspection import as_text, describe_document, describe_files, describe_sample, describe_splits
 from domino_lm.data.splits import DataSources, build_splits, sources_of
-from domino_lm.data.tokenizer import Tokenizer, build_tokenizer
-from domino_lm.data.tokenizer_flags import add_tokenizer_flags, tokenizer_of
+from domino_lm.data.tokenizers.build import build_tokenizer
+from domino_lm.data.tokenizers.tokenizer import Tokenizer
+from domino_lm.tools.inspection import as_text, describe_document, describe_files, describe_sample, describe_splits
+from domino_lm.tools.tokenizer_flags import add_tokenizer_flags, tokenizer_of
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from domino_lm.data.merge import merge, pairs_in
+from domino_lm.tools.merge import merge, pairs_in
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

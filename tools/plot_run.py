@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from domino_lm.schedule.render import write_png
-from domino_lm.training.run_curves import PANELS, VALIDATION, RunCurves, RunCurvesError, read_run
+from domino_lm.tools.run_curves import PANELS, VALIDATION, RunCurves, RunCurvesError, read_run
 
 MARKERS = "os^Dvp"
 """Of the validation sets, in turn."""

@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from domino_lm.schedule.render import MissingMatplotlibError, draw
-from domino_lm.schedule.report import write_report
 from domino_lm.schedule.timeline import TimelineError, read_trace
+from domino_lm.watch.report import write_report
 
 
 def main(arguments: list[str] | None = None) -> int:

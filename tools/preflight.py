@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from domino_lm.config import ConfigError, ParallelConfig
+from domino_lm.config.settings import ConfigError, ParallelConfig
 from domino_lm.parallel.mesh import ParallelMesh, check_layout, default_device
-from domino_lm.parallel.node_checks import Limits, Report, check
+from domino_lm.tools.node_checks import Limits, Report, check
 
 EXIT_UNFIT, EXIT_WRONG_SETTINGS = 1, 2
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from domino_lm.data.preprocess import PreprocessConfig, Summary, preprocess
-from domino_lm.data.tokenizer_flags import add_tokenizer_flags, tokenizer_of
+from domino_lm.data.preprocess.preprocess import PreprocessConfig, Summary, preprocess
+from domino_lm.tools.tokenizer_flags import add_tokenizer_flags, tokenizer_of
 
 EXIT_LINES_SKIPPED = 3
 

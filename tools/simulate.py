@@ -23,15 +23,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from domino_lm.arguments import build_parser, config_from_values
-from domino_lm.checks import check_run, data_parallel_size, global_batch_size, widest_tensor_parallel
-from domino_lm.config import ConfigError, RunConfig
-from domino_lm.presets import PRESETS
-from domino_lm.schedule.hardware import HARDWARE, Hardware, find_hardware
-from domino_lm.schedule.links import Fabric
-from domino_lm.schedule.predict import MFU_FORMULA, SCHEDULES, Prediction, Schedule, Setting, optimum, predict, vocabulary_of
+from domino_lm.config.arguments import build_parser, config_from_values
+from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
+from domino_lm.config.presets import PRESETS
+from domino_lm.config.settings import ConfigError, RunConfig
+from domino_lm.launch.checks import check_run, widest_tensor_parallel
 from domino_lm.schedule.render import MissingMatplotlibError, draw
-from domino_lm.schedule.sweep import Grid, plot, sweep, write_csv
+from domino_lm.simulate.hardware import HARDWARE, Hardware, find_hardware
+from domino_lm.simulate.links import Fabric
+from domino_lm.simulate.predict import MFU_FORMULA, SCHEDULES, Prediction, Schedule, Setting, optimum, predict, vocabulary_of
+from domino_lm.tools.sweep import Grid, plot, sweep, write_csv
 
 PHASES = {"forward": "F", "backward": "B", "step": "S"}
 NOT_ASKED_FOR: dict[str, object] = {

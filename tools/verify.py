@@ -18,9 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from domino_lm.arguments import parse_arguments
-from domino_lm.checks import check_run, data_parallel_size, global_batch_size
-from domino_lm.config import RunConfig
+from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
+from domino_lm.config.settings import RunConfig
+from domino_lm.launch.checks import check_run
 from domino_lm.pretrain import WRONG_SETTINGS, build_data, show_warning
 
 EXIT_WRONG_SETTINGS, EXIT_NOT_NORMAL = 2, 3
@@ -51,8 +52,8 @@ def verify_run(run: RunConfig, own: argparse.Namespace) -> int:
     import torch
 
     from domino_lm.parallel.mesh import ParallelMesh
+    from domino_lm.tools.verify import cut_down, verify
     from domino_lm.training.run_data import MicroBatches
-    from domino_lm.training.verify import cut_down, verify
 
     with ParallelMesh.create(run.parallel) as mesh:
         run, data, _ = build_data(run, mesh)

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.case import MEGATRON, VARIANTS, Case
 from benchmarks.programs.cuda_on_cpu import CommunicationSwitch, answer_on_cpu
 from benchmarks.programs.rank import Program, serve, weight_file
-from domino_lm.config import ModelConfig
+from domino_lm.config.settings import ModelConfig
 
 
 class MegatronProgram(Program):

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from benchmarks.case import OUR_VARIANTS, Case
 from benchmarks.programs.rank import Program, serve, weight_file
-from domino_lm.config import ScheduleConfig
+from domino_lm.config.settings import ScheduleConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator, Pending
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.auto import choose
-from domino_lm.schedule.calibrate import calibrate
+from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.passes import serialize
-from domino_lm.schedule.predict import Setting
-from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import Recorder
 from domino_lm.schedule.timeline import Timeline
+from domino_lm.simulate.auto import choose
+from domino_lm.simulate.calibrate import calibrate
+from domino_lm.simulate.predict import Setting
 
 
 class SilentCommunicator(Communicator):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from domino_lm.model.attention_kernels import attend
 from domino_lm.model.batch import Row, RowContext
+from domino_lm.model.kernels.attention_kernels import attend
 from domino_lm.model.parameter import Parameter
 from domino_lm.model.part import ShardedPart
 from domino_lm.parallel.collectives import Communicator

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from domino_lm.model.batch import Row, RowContext
-from domino_lm.model.kernels import PYTORCH, Kernels
+from domino_lm.model.kernels.kernel_set import PYTORCH, Kernels
 from domino_lm.model.linear import accumulate_bias_grad, gemm
 from domino_lm.model.parameter import Parameter
 from domino_lm.parallel.collectives import Communicator, CopyToShards, ReduceFromShards

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from domino_lm.config import ModelConfig
+from domino_lm.config.settings import ModelConfig
 from domino_lm.model.attention import Attention
 from domino_lm.model.batch import MicroBatch, Row
 from domino_lm.model.embedding import Embedding

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from domino_lm.config import ConfigError, ParallelConfig
-from domino_lm.kernel_config import KernelConfig
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.settings import ConfigError, ParallelConfig
 from domino_lm.parallel.collectives import Communicator
-from domino_lm.parallel.pair import PairCommunicator
+from domino_lm.parallel.gloo_pair import PairCommunicator
 
 
 @dataclass(frozen=True)

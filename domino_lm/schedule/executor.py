@@ -12,8 +12,8 @@ from torch import Tensor
 from domino_lm.model.batch import MicroBatch, Row, RowContext
 from domino_lm.model.part import ShardedPart
 from domino_lm.model.stack import Stack
+from domino_lm.parallel.buckets import Bucket, GradientBuckets
 from domino_lm.parallel.collectives import Pending
-from domino_lm.parallel.grads import Bucket, GradientBuckets
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import DropoutKey
 from domino_lm.schedule.ops import Kind, Op, Value, dataflow, is_gather

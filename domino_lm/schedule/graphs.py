@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from domino_lm.config import ConfigError
-from domino_lm.kernel_config import KernelConfig
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.settings import ConfigError
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import DropoutKey

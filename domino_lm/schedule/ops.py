@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from domino_lm.config import Sharding
+from domino_lm.config.settings import Sharding
 
 ALL_ROWS = -1
 COMPUTE, TP_LINK, DP_LINK = "compute", "tp", "dp"

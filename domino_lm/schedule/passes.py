@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from domino_lm.config import Sharding
+from domino_lm.config.settings import Sharding
 from domino_lm.schedule.ops import ALL_ROWS, Kind, Op, is_gather, uses_weights
 from domino_lm.schedule.plan import Plan, in_issue_order, interleave
 

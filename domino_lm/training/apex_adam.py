@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from domino_lm.config import ConfigError
-from domino_lm.model.apex import find
+from domino_lm.config.settings import ConfigError
+from domino_lm.model.kernels.apex import find
 
 if TYPE_CHECKING:
-    from domino_lm.kernel_config import KernelConfig
+    from domino_lm.config.kernels import KernelConfig
 
 CHUNK = 2048 * 32
 """Elements of a thread block's share, Apex's own choice."""

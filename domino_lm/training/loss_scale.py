@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from domino_lm.precision_config import PrecisionConfig
+    from domino_lm.config.precision import PrecisionConfig
 
 GROWTH, BACKOFF = 2.0, 0.5
 SCALE, GROWTH_TRACKER, HYSTERESIS_TRACKER = STATE = ("scale", "growth_tracker", "hysteresis_tracker")

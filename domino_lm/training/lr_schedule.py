@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from domino_lm.batch_schedule import BatchSchedule
-from domino_lm.config import ConfigError, OptimizerConfig
+from domino_lm.config.batch_plan import BatchSchedule
+from domino_lm.config.settings import ConfigError, OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 if TYPE_CHECKING:
-    from domino_lm.config import OptimizerConfig
+    from domino_lm.config.settings import OptimizerConfig
     from domino_lm.model.parameter import Parameter
+    from domino_lm.parallel.buckets import GradientBuckets, Owned
     from domino_lm.parallel.collectives import Communicator
-    from domino_lm.parallel.grads import GradientBuckets, Owned
     from domino_lm.parallel.mesh import ParallelMesh
     from domino_lm.training.loss_scale import LossScale
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from domino_lm.batch_schedule import BatchSchedule
-from domino_lm.checks import global_batch_size
-from domino_lm.config import RunConfig
+from domino_lm.config.batch_plan import BatchSchedule, global_batch_size
+from domino_lm.config.data import DataConfig
+from domino_lm.config.settings import RunConfig
 from domino_lm.data.blended import BlendedDataset
 from domino_lm.data.continued import ContinuedDataset, DataRecord, continue_data, record_of
 from domino_lm.data.gpt_dataset import GPTDatasetConfig
@@ -18,8 +18,7 @@ from domino_lm.data.indices import DatasetError
 from domino_lm.data.loader import Batches
 from domino_lm.data.samplers import CyclicSampler, FullPassSampler, Sampler, SequentialSampler
 from domino_lm.data.splits import Dataset, Splits, build_splits, fingerprint, sources_of
-from domino_lm.data.tokenizer import Tokenizer
-from domino_lm.data_config import DataConfig
+from domino_lm.data.tokenizers.tokenizer import Tokenizer
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.mesh import ParallelMesh
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from domino_lm.config import TrainingConfig
+from domino_lm.config.settings import TrainingConfig
 from domino_lm.training.loss_scale import LossScale
-from domino_lm.training.metrics import StepReport
+from domino_lm.watch.metrics import StepReport
 
 
 class SkippedSteps:

@@ -11,34 +11,33 @@ from typing import Any
 
 import torch
 
-from domino_lm.arguments import flat_values
-from domino_lm.batch_schedule import BatchSchedule
-from domino_lm.checks import data_parallel_size
-from domino_lm.config import ConfigError, RunConfig
+from domino_lm.checkpoint.same_model import refuse_other_model
+from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
+from domino_lm.checkpoint.source import softmax_rows_of
+from domino_lm.config.arguments import flat_values
+from domino_lm.config.batch_plan import BatchSchedule, data_parallel_size
+from domino_lm.config.precision import NAMES
+from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.data.continued import DataRecord
 from domino_lm.model.parameter import dtype_of
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.precision_config import NAMES
+from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import StepLoss
 from domino_lm.schedule.graphs import build_executor
-from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import AnyRecorder, Recorder
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.timeline import Timeline
 from domino_lm.training.apex_adam import find_adamw
-from domino_lm.training.checkpoint import load_checkpoint, save_checkpoint
-from domino_lm.training.checkpoint_source import softmax_rows_of
 from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
-from domino_lm.training.metrics import StepReport, validation_line
 from domino_lm.training.norms import parameter_norm, zero_gradients
 from domino_lm.training.optimizer import Optimizer, Shares, StepInfo
-from domino_lm.training.resume import refuse_other_model
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.skipped_steps import SkippedSteps
 from domino_lm.training.stop import Asked, GarbageCollection, StopSignal
-from domino_lm.training.watch import Watch
+from domino_lm.watch.metrics import StepReport, validation_line
+from domino_lm.watch.watch import Watch
 
 
 class TrainingError(RuntimeError):

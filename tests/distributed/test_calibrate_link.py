@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.calibrate import REDUCED_BYTES, calibrate
-from domino_lm.schedule.links import MeasuredFabric
+from domino_lm.simulate.calibrate import REDUCED_BYTES, calibrate
+from domino_lm.simulate.links import MeasuredFabric
 from tests.rank_pool import RankPool
 
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from domino_lm.config import ModelConfig, OptimizerConfig
+from domino_lm.checkpoint.blocks import _Writer
+from domino_lm.checkpoint.index import CheckpointError, read_metadata
+from domino_lm.checkpoint.save_load import latest_iteration, load_checkpoint, save_checkpoint
+from domino_lm.config.settings import ModelConfig, OptimizerConfig
 from domino_lm.model.parameter import Parameter
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import name_seed
-from domino_lm.training.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from domino_lm.training.optimizer import Optimizer
-from domino_lm.training.sharded_tensors import _Writer
-from domino_lm.training.stored_metadata import CheckpointError, read_metadata
 from tests.distributed.models import GPT, LLAMA
 from tests.rank_pool import RankPool
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from domino_lm.training.metrics_file import read_lines
+from domino_lm.watch.metrics_file import read_lines
 from tests.distributed.training_runs import REPOSITORY, TINY, program, write_tokens
 
 Run = Callable[[str], str]

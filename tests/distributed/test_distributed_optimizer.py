@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 import torch
 
-from domino_lm.config import OptimizerConfig, ScheduleConfig, Sharding
-from domino_lm.parallel.grads import Bucket
+from domino_lm.config.settings import OptimizerConfig, ScheduleConfig, Sharding
+from domino_lm.launch.summary import memory_estimate
+from domino_lm.parallel.buckets import Bucket
 from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.ops import DP_LINK
-from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import Recorder
 from domino_lm.schedule.timeline import Timeline
-from domino_lm.summary import memory_estimate
 from domino_lm.training.optimizer import Optimizer, Shares
 from domino_lm.training.trainer import Trainer
 from tests.distributed.models import GPT, MICRO_BATCH, MODELS, Gradients, float64_stack, micro_batches, unsharded, worst_difference

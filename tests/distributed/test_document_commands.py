@@ -16,9 +16,9 @@ import pytest
 
 from benchmarks.case import OURS
 from benchmarks.peers import peer_python
-from domino_lm.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.save_load import detect_kind, latest_iteration
 from domino_lm.data.indexed import IndexedDataset
-from domino_lm.training.checkpoint import detect_kind, latest_iteration
 from tests.distributed.training_runs import write_tokens
 from tests.documents import ROOT, attempt, commands_for, copy_of_tree, here
 from tests.golden.checkpoint_files import unpack

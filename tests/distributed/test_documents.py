@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 
-from domino_lm.training.metrics_file import read_lines
+from domino_lm.watch.metrics_file import read_lines
 from tests.documents import ROOT, attempt, commands_for, copy_of_tree, fences, here
 
 SHORT = "--train-iters 3 --lr-warmup-iters 1 --eval-iters 1 --split 90,10,0 --log-interval 1 --num-workers 0"

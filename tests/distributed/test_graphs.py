@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from domino_lm.config import ConfigError, OptimizerConfig, ScheduleConfig
-from domino_lm.kernel_config import KernelConfig
-from domino_lm.model.backends import install_kernels
-from domino_lm.model.fp8 import Fp8Format, Fp8Linear
-from domino_lm.model.kernels import Kernels
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.settings import ConfigError, OptimizerConfig, ScheduleConfig
+from domino_lm.model.kernels.backends import install_kernels
+from domino_lm.model.kernels.fp8 import Fp8Format, Fp8Linear
+from domino_lm.model.kernels.kernel_set import Kernels
 from domino_lm.model.linear import Linear
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.graphs import GraphedExecutor, build_executor
-from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import Recorder
 from domino_lm.training.optimizer import Optimizer
 from domino_lm.training.trainer import Trainer

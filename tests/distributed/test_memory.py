@@ -9,17 +9,17 @@ from itertools import chain
 import pytest
 import torch
 
-from domino_lm.config import ModelConfig, ScheduleConfig
+from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.costs import shapes_of
+from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
-from domino_lm.schedule.hardware import HARDWARE
-from domino_lm.schedule.memory import Memory, memory_of
 from domino_lm.schedule.passes import step_templates
-from domino_lm.schedule.predict import Schedule, Setting
-from domino_lm.schedule.prepare import prepare_plan
+from domino_lm.simulate.costs import shapes_of
+from domino_lm.simulate.hardware import HARDWARE
+from domino_lm.simulate.memory import Memory, memory_of
+from domino_lm.simulate.predict import Schedule, Setting
 from tests.distributed.models import GPT
 from tests.distributed.test_schedules import COMBINATIONS, CUTS
 from tests.live_bytes import peak_bytes

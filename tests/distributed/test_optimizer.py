@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from domino_lm.config import ModelConfig, OptimizerConfig
+from domino_lm.config.settings import ModelConfig, OptimizerConfig
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import name_seed

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from domino_lm.parallel.collectives import Communicator
+from domino_lm.parallel.gloo_pair import PairCommunicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.parallel.pair import PairCommunicator
 from tests.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from domino_lm.config import ModelConfig, ScheduleConfig
+from domino_lm.config.settings import ModelConfig, ScheduleConfig
+from domino_lm.launch.summary import memory_estimate
 from domino_lm.model.stack import Stack, build_stack
 from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
-from domino_lm.schedule.prepare import prepare_plan
-from domino_lm.summary import memory_estimate
-from domino_lm.training.metrics import StepReport
 from domino_lm.training.trainer import TrainingError
+from domino_lm.watch.metrics import StepReport
 from tests import reference
 from tests.distributed.models import MICRO_BATCH, MICRO_BATCHES, MODELS, SEED, Gradients, global_samples, grad_of, micro_batches, unsharded
 from tests.distributed.test_schedules import CUTS, RECOMPUTE

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from domino_lm.parallel import node_checks
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.parallel.node_checks import Limits, Report, check, own_facts
+from domino_lm.tools import node_checks
+from domino_lm.tools.node_checks import Limits, Report, check, own_facts
 from tests.rank_pool import RankPool
 from tools import preflight
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy
 import pytest
 
-from domino_lm.arguments import parse_command
-from domino_lm.config import ConfigError
+from domino_lm.config.arguments import parse_command
+from domino_lm.config.settings import ConfigError
 from domino_lm.data.indexed import IndexedDatasetWriter
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.pretrain import build_trainer, model_of_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from domino_lm.config import ModelConfig, ScheduleConfig
+from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.parallel.mesh import ParallelMesh
 from tests.distributed.models import MODELS, autograd_gradients, plan_gradients, reference_gradients, worst_difference
 from tests.rank_pool import RankPool

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from domino_lm.config import ConfigError
+from domino_lm.config.settings import ConfigError
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.pretrain import main
-from domino_lm.training.metrics import StepReport
 from domino_lm.training.trainer import TrainingError
+from domino_lm.watch.metrics import StepReport
 from tests.distributed.training_runs import TINY, built, program, steps, write_tokens
 from tests.rank_pool import RankPool
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from domino_lm.checkpoint.save_load import load_checkpoint
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.training.checkpoint import load_checkpoint
 from tests.distributed.training_runs import built, steps, write_tokens
 from tests.rank_pool import RankPool
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy
 
-from domino_lm.arguments import parse_arguments
-from domino_lm.config import RunConfig
+from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.settings import RunConfig
 from domino_lm.data.indexed import IndexedDatasetWriter
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.pretrain import build_trainer
-from domino_lm.training.metrics import StepReport
 from domino_lm.training.trainer import Trainer
+from domino_lm.watch.metrics import StepReport
 
 VOCABULARY = 97
 TINY = (

@@ -6,7 +6,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from domino_lm.config import ModelConfig
+from domino_lm.config.settings import ModelConfig
 from tests.golden.model_files import GOLDEN_MODELS
 
 ARCHIVE = Path(__file__).parent / "model" / "ckpt" / "checkpoints.tar.xz"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from domino_lm.config import ModelConfig
+from domino_lm.config.settings import ModelConfig
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.collectives import Communicator
 

@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from domino_lm.config import CheckpointConfig, ConfigError, OptimizerConfig
-from domino_lm.convert.conversion import Conversion, convert, open_stored
-from domino_lm.convert.stored_model import StoredModel
+from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.stored_model import StoredModel
+from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.same_model import settings_of_model, spelt_out
+from domino_lm.checkpoint.save_load import detect_kind, latest_iteration, load_checkpoint, save_checkpoint
+from domino_lm.checkpoint.torch_files import load_torch_file, values_of
+from domino_lm.config.settings import CheckpointConfig, ConfigError, OptimizerConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.training.checkpoint import detect_kind, latest_iteration, load_checkpoint, save_checkpoint
 from domino_lm.training.optimizer import Optimizer
-from domino_lm.training.resume import settings_of_model, spelt_out
-from domino_lm.training.stored_metadata import CheckpointError
-from domino_lm.training.torch_files import load_torch_file, values_of
 from domino_lm.training.trainer import Trainer
 from tests.golden.checkpoint_files import KINDS, WITH_OPTIMIZER, WITHOUT_OPTIMIZER, family, model_of, unpack
 from tests.golden.model_files import load_arrays, load_weights
@@ -252,7 +252,9 @@ def test_the_fp32_weights_of_megatrons_distributed_optimizer_are_read(
     checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = open_stored(checkpoints / "gpt_legacy_tp2")
-    monkeypatch.setattr("domino_lm.convert.distributed.MASTER_PREFIX", "optimizer.state.param.")  # what it calls them, one a parameter
+    monkeypatch.setattr(
+        "domino_lm.checkpoint.convert.distributed.MASTER_PREFIX", "optimizer.state.param."
+    )  # what it calls them, one a parameter
     conversion = Conversion(
         load=checkpoints / "gpt_legacy_tp2", save=tmp_path, to="megatron-torch_dist", vocab_size=128, dtype=torch.bfloat16
     )

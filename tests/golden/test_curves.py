@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from domino_lm.arguments import config_from_values
-from domino_lm.config import RunConfig
+from domino_lm.config.arguments import config_from_values
+from domino_lm.config.settings import RunConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.training.metrics import StepReport
 from domino_lm.training.trainer import Trainer
+from domino_lm.watch.metrics import StepReport
 from tests.golden.model_files import GOLDEN_MODELS, load_arrays, load_curves, load_weights
 from tests.rank_pool import RankPool
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from domino_lm.data.tokenizer import Tokenizer, TokenizerError, build_tokenizer
-from domino_lm.data_config import TokenizerConfig
+from domino_lm.config.data import TokenizerConfig
+from domino_lm.data.tokenizers.build import build_tokenizer
+from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
 
 GOLDEN = Path(__file__).parent / "data" / "tokenizers"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"
@@ -206,7 +207,7 @@ def test_long_texts_are_encoded_in_pieces_to_the_same_ids(
     kind: str, gigatoken: str, hugging_face_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOMINO_LM_GIGATOKEN", gigatoken)
-    monkeypatch.setattr("domino_lm.data.tokenizer.PIECE_CHARACTERS", 40)
+    monkeypatch.setattr("domino_lm.data.tokenizers.tokenizer.PIECE_CHARACTERS", 40)
     given = SETTINGS.get(kind) or settings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hugging_face_folder))
     tokenizer = build_tokenizer(given)
     texts = ["", *corpus()[:40], *STRINGS, *random_texts(200)]
@@ -237,7 +238,7 @@ def test_without_gigatoken_the_tokenizers_library_does_the_work(monkeypatch: pyt
 
 def test_the_fast_encoder_is_made_anew_before_its_memory_grows_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gigatoken")
-    monkeypatch.setattr("domino_lm.data.fast_bpe.RENEW_AFTER_BYTES", 100)
+    monkeypatch.setattr("domino_lm.data.tokenizers.fast_bpe.RENEW_AFTER_BYTES", 100)
     tokenizer: Any = build_tokenizer(SETTINGS["gpt2_bpe"])
     first = tokenizer._fast._encoder
     ids = [tokenizer.encode_batch(["some words here " * 5])[0].tolist() for _ in range(3)]

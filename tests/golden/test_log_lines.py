@@ -12,9 +12,9 @@ import pytest
 
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.training.metrics import validation_line
 from domino_lm.training.trainer import Trainer
-from domino_lm.training.watch import Watch
+from domino_lm.watch.metrics import validation_line
+from domino_lm.watch.watch import Watch
 from tests.golden.model_files import FOLDER, load_arrays, load_weights
 from tests.golden.test_curves import STEPS, GoldenSamples, settings
 from tests.rank_pool import RankPool

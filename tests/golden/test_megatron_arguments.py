@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from domino_lm.arguments import build_parser, settings
-from domino_lm.megatron_flags import find
-from domino_lm.megatron_page import is_ours
-from domino_lm.training.torch_files import load_torch_file, values_of
+from domino_lm.checkpoint.torch_files import load_torch_file, values_of
+from domino_lm.config.arguments import build_parser
+from domino_lm.config.megatron_flags import find
+from domino_lm.config.schema import settings
+from domino_lm.tools.megatron_page import is_ours
 from tests.golden.checkpoint_files import unpack
 
 FLAG_OF = {

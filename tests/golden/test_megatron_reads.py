@@ -19,12 +19,12 @@ import numpy
 import pytest
 import torch
 
-from domino_lm.config import OptimizerConfig
-from domino_lm.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
+from domino_lm.config.settings import OptimizerConfig
 from domino_lm.model.stack import build_stack
-from domino_lm.training.checkpoint import load_checkpoint, save_checkpoint
 from domino_lm.training.optimizer import Optimizer
-from domino_lm.training.stored_metadata import CheckpointError
 from tests.golden.checkpoint_files import family, model_of, unpack
 from tests.golden.model_files import FOLDER
 from tests.golden.test_checkpoints import ALONE, MESH, STEPS, TOLERANCE, final_loss, uninterrupted

@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from domino_lm.data.preprocess import PreprocessConfig, preprocess
-from domino_lm.data_config import TokenizerConfig
+from domino_lm.config.data import TokenizerConfig
+from domino_lm.data.preprocess.preprocess import PreprocessConfig, preprocess
 
 GOLDEN = Path(__file__).parent / "data"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "data"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from domino_lm.config import ConfigError, OptimizerConfig
-from domino_lm.kernel_config import KernelConfig
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.settings import ConfigError, OptimizerConfig
 from domino_lm.model.stack import build_stack
+from domino_lm.parallel.buckets import GradientBuckets
 from domino_lm.parallel.collectives import Communicator
-from domino_lm.parallel.grads import GradientBuckets
 from domino_lm.training.apex_adam import CHUNK, ApexAdamW, find_adamw
 from domino_lm.training.optimizer import Optimizer
 from tests.distributed.models import GPT

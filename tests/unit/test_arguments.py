@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.arguments import NO_DEFAULT, build_parser, config_from_values, field_docstrings, flat_values, parse_arguments, settings
-from domino_lm.config import ConfigError, ModelConfig, RunConfig
-from domino_lm.presets import PRESETS
+from domino_lm.config.arguments import build_parser, config_from_values, flat_values, parse_arguments
+from domino_lm.config.presets import PRESETS
+from domino_lm.config.schema import NO_DEFAULT, field_docstrings, settings
+from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig
 
 SURFACE = Path(__file__).parent / "cli_surface.txt"
 REQUIRED = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10"
@@ -110,12 +111,12 @@ def test_a_wrong_value_is_named_with_its_flag(line: str, message: str) -> None:
 
 
 def test_flags_presets_and_checks_import_without_torch() -> None:
-    code = "import sys, domino_lm.arguments, domino_lm.presets, domino_lm.checks, domino_lm.training.lr_schedule; assert 'torch' not in sys.modules"
+    code = "import sys, domino_lm.config.arguments, domino_lm.config.presets, domino_lm.launch.checks, domino_lm.training.lr_schedule; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 if __name__ == "__main__":
-    from domino_lm.megatron_page import page
+    from domino_lm.tools.megatron_page import page
 
     SURFACE.write_text(surface())
     (Path(__file__).parents[2] / "docs" / "megatron-flags.md").write_text(page())

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from domino_lm.config import ConfigError, ModelConfig, ScheduleConfig
-from domino_lm.schedule.auto import Choice, choose
-from domino_lm.schedule.hardware import find_hardware
-from domino_lm.schedule.predict import Setting
+from domino_lm.config.settings import ConfigError, ModelConfig, ScheduleConfig
+from domino_lm.simulate.auto import Choice, choose
+from domino_lm.simulate.hardware import find_hardware
+from domino_lm.simulate.predict import Setting
 
 MODEL = ModelConfig(num_layers=8, hidden_size=4096, num_attention_heads=32, seq_length=1024, vocab_size=50257, hidden_dropout=0.0)
 SETTING = Setting(model=MODEL, hardware=find_hardware("dgx-h100"), tensor_parallel=16, micro_batch_size=8, micro_batches=2)

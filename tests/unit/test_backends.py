@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from domino_lm.config import ConfigError
-from domino_lm.kernel_config import KernelConfig
-from domino_lm.model import apex, backends, pointwise
-from domino_lm.model.apex import ApexNorms, ApexWgradLinear
-from domino_lm.model.backends import accumulates_rightly, choose_kernels, multiplies_rightly, normalises_rightly
-from domino_lm.model.fp8 import Fp8Format, Fp8Linear, Quantised, quantise
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.settings import ConfigError
+from domino_lm.model.kernels import apex, backends, pointwise
+from domino_lm.model.kernels.apex import ApexNorms, ApexWgradLinear
+from domino_lm.model.kernels.backends import accumulates_rightly, choose_kernels, multiplies_rightly, normalises_rightly
+from domino_lm.model.kernels.fp8 import Fp8Format, Fp8Linear, Quantised, quantise
+from domino_lm.model.kernels.transformer_engine import TransformerEngineQuantiser
 from domino_lm.model.linear import Linear, MixedAddmmLinear
 from domino_lm.model.parameter import Parameter
-from domino_lm.model.transformer_engine import TransformerEngineQuantiser
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from domino_lm.batch_schedule import BatchSchedule
+from domino_lm.config.batch_plan import BatchSchedule
 
 RAMP = BatchSchedule(full=16, start=4, increment=4, ramp_samples=60, train_samples=200)
 

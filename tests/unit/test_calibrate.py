@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from domino_lm.parallel.collectives import Communicator
-from domino_lm.schedule import calibrate
-from domino_lm.schedule.hardware import Gemm, Hardware, MeasuredDevice, read_hardware
-from domino_lm.schedule.predict import BASELINE, Setting, named_model, predict
+from domino_lm.simulate import calibrate
+from domino_lm.simulate.hardware import Gemm, Hardware, MeasuredDevice, read_hardware
+from domino_lm.simulate.predict import BASELINE, Setting, named_model, predict
 
 
 @pytest.fixture(scope="module")

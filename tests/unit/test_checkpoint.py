@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from domino_lm.config import ModelConfig, OptimizerConfig
+from domino_lm.checkpoint import save_load
+from domino_lm.checkpoint.blocks import Block, blocks_of, write_blocks
+from domino_lm.checkpoint.index import CheckpointError, read_metadata
+from domino_lm.checkpoint.save_load import latest_iteration, load_checkpoint, save_checkpoint
+from domino_lm.config.settings import ModelConfig, OptimizerConfig
 from domino_lm.model.stack import Stack, build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.training import checkpoint
-from domino_lm.training.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from domino_lm.training.optimizer import Optimizer
-from domino_lm.training.sharded_tensors import Block, blocks_of, write_blocks
-from domino_lm.training.stored_metadata import CheckpointError, read_metadata
 from tests.distributed.models import GPT, LLAMA
 from tests.full_disk import files_of_at_most
 
@@ -372,7 +372,7 @@ def test_a_save_that_dies_before_the_tracker_moves_leaves_it_valid(tmp_path: Pat
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checkpoint.os, "replace", fail)
+    monkeypatch.setattr(save_load.os, "replace", fail)
     with pytest.raises(CheckpointError, match="Input/output error"):
         run.save(tmp_path, 40)
     assert latest_iteration(tmp_path) == 20

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from domino_lm import checks
-from domino_lm.arguments import parse_arguments
-from domino_lm.checks import check_run, global_batch_size
-from domino_lm.config import ConfigError, RunConfig
+from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.batch_plan import global_batch_size
+from domino_lm.config.settings import ConfigError, RunConfig
+from domino_lm.launch import checks
+from domino_lm.launch.checks import check_run
 
 BASE = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10 --data-path x --vocab-size 100"
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.arguments import parse_arguments, settings
-from domino_lm.config import ConfigError
-from domino_lm.config_file import config_text, save_config
+from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.schema import settings
+from domino_lm.config.settings import ConfigError
+from domino_lm.config.toml_file import config_text, save_config
 
 REQUIRED = "--lr 1e-3 --micro-batch-size 2 --train-iters 10"
 

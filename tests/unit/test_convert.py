@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from domino_lm.config import ModelConfig, OptimizerConfig
-from domino_lm.convert.conversion import Conversion, convert, open_stored
-from domino_lm.convert.stored_model import parameter_specs
+from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.stored_model import parameter_specs
+from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.save_load import detect_kind, save_checkpoint
+from domino_lm.config.settings import ModelConfig, OptimizerConfig
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.training.checkpoint import detect_kind, save_checkpoint
 from domino_lm.training.optimizer import Optimizer
-from domino_lm.training.stored_metadata import CheckpointError
 from tests.distributed.models import GPT, LLAMA
 from tests.full_disk import files_of_at_most
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from domino_lm.convert.conversion import Conversion, convert, open_stored
-from domino_lm.convert.hugging_face import INDEX_FILE
+from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.hugging_face import INDEX_FILE
+from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.save_load import detect_kind, load_checkpoint
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.training.checkpoint import detect_kind, load_checkpoint
-from domino_lm.training.stored_metadata import CheckpointError
 from tests.golden.make_hugging_face_models import FOLDER, MODELS, logits_of
 from tests.rank_pool import RankPool
 
@@ -152,7 +152,7 @@ def test_a_model_in_many_files_is_read(tmp_path: Path) -> None:
 
 
 def test_a_large_model_is_written_in_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("domino_lm.convert.hugging_face.SHARD_BYTES", 30_000)
+    monkeypatch.setattr("domino_lm.checkpoint.convert.hugging_face.SHARD_BYTES", 30_000)
     written = converted(FOLDER / "llama", tmp_path / "hf", "hf")
     assert len(list(written.glob("model-*-of-*.safetensors"))) > 2
     stored, whole = open_stored(written), open_stored(FOLDER / "llama")

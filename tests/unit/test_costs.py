@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from domino_lm.config import ConfigError, ModelConfig
-from domino_lm.schedule.costs import RowShape, cost, model_parts, shapes_of
-from domino_lm.schedule.hardware import HARDWARE, CoreAttention, Device, Gemm, Hardware, MeasuredDevice, find_hardware, read_hardware
-from domino_lm.schedule.links import PASSES, Fabric, Group, MeasuredFabric
-from domino_lm.schedule.memory import memory_of
+from domino_lm.config.settings import ConfigError, ModelConfig
 from domino_lm.schedule.ops import Kind, Op, transformer_chain
 from domino_lm.schedule.plan import Plan, build_plan, cut
-from domino_lm.schedule.predict import BASELINE, Setting, flops_per_token, optimum, predict
-from domino_lm.schedule.sweep import Grid, Point, sweep, write_csv
+from domino_lm.simulate.costs import RowShape, cost, model_parts, shapes_of
+from domino_lm.simulate.hardware import HARDWARE, CoreAttention, Device, Gemm, Hardware, MeasuredDevice, find_hardware, read_hardware
+from domino_lm.simulate.links import PASSES, Fabric, Group, MeasuredFabric
+from domino_lm.simulate.memory import memory_of
+from domino_lm.simulate.predict import BASELINE, Setting, flops_per_token, optimum, predict
+from domino_lm.tools.sweep import Grid, Point, sweep, write_csv
 from tools import simulate
 
 QUIET = settings(deadline=None)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.arguments import parse_arguments
-from domino_lm.config import ConfigError
-from domino_lm.file_checks import check_files
+from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.settings import ConfigError
+from domino_lm.launch.file_checks import check_files
 from domino_lm.pretrain import main
 
 BASE = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10 --vocab-size 100"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from domino_lm.model.fp8 import Fp8Format, Fp8Linear, Quantised, quantise
+from domino_lm.model.kernels.fp8 import Fp8Format, Fp8Linear, Quantised, quantise
 from domino_lm.model.linear import Linear
 from domino_lm.model.parameter import Parameter
 

@@ -14,8 +14,8 @@ from benchmarks import gpu_check
 from benchmarks.emulated_link import EmulatedCommunicator, FreeLink, ThreadLink
 from benchmarks.gpu_bench import REHEARSAL, Bench, Row, known_hardware
 from benchmarks.gpu_check import BUDGET_S, SECTIONS, main, run
-from domino_lm.schedule.hardware import HARDWARE
-from domino_lm.schedule.links import Fabric
+from domino_lm.simulate.hardware import HARDWARE
+from domino_lm.simulate.links import Fabric
 
 FABRIC = HARDWARE["dgx-h100"].fabric
 

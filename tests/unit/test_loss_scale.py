@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from domino_lm.precision_config import PrecisionConfig
+from domino_lm.config.precision import PrecisionConfig
 from domino_lm.training.loss_scale import LossScale
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.batch_schedule import BatchSchedule
-from domino_lm.config import ConfigError, OptimizerConfig
+from domino_lm.config.batch_plan import BatchSchedule
+from domino_lm.config.settings import ConfigError, OptimizerConfig
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
 
 CURVES = json.loads((Path(__file__).parents[1] / "golden" / "model" / "train_gpt_tp1_dp1.json").read_text())

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.arguments import build_parser, parse_command, settings
-from domino_lm.checks import check_run
-from domino_lm.config import ConfigError
-from domino_lm.megatron_flags import MANY, TABLE, find, settle
-from domino_lm.megatron_page import page
+from domino_lm.config.arguments import build_parser, parse_command
+from domino_lm.config.megatron_flags import MANY, TABLE, find, settle
+from domino_lm.config.schema import settings
+from domino_lm.config.settings import ConfigError
+from domino_lm.launch.checks import check_run
+from domino_lm.tools.megatron_page import page
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron-flags.md"
 REQUIRED = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10"
@@ -162,7 +163,7 @@ def test_a_flag_of_its_own_wins_over_its_family() -> None:
 
 
 def test_settings_that_megatron_does_not_have_are_not_called_megatrons() -> None:
-    from domino_lm.megatron_page import is_ours
+    from domino_lm.tools.megatron_page import is_ours
 
     ours = {item.flag for item in settings() if is_ours(item)}
     assert "--domino-row-slices" in ours

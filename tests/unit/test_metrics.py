@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from domino_lm.training.metrics import LogInterval, SpeedScale, StepReport, validation_line
-from domino_lm.training.metrics_file import MetricsFile, read_lines
-from domino_lm.training.tensorboard import TensorBoardLog
-from domino_lm.training.wandb_log import WandbLog
+from domino_lm.watch.metrics import LogInterval, SpeedScale, StepReport, validation_line
+from domino_lm.watch.metrics_file import MetricsFile, read_lines
+from domino_lm.watch.tensorboard import TensorBoardLog
+from domino_lm.watch.wandb_log import WandbLog
 
 REPORT = StepReport(
     iteration=1,

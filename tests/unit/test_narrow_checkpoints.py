@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from domino_lm.config import OptimizerConfig
-from domino_lm.convert.conversion import Conversion, convert
+from domino_lm.checkpoint.convert.conversion import Conversion, convert
+from domino_lm.checkpoint.index import read_metadata
+from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
+from domino_lm.config.settings import OptimizerConfig
 from domino_lm.model.stack import Stack, build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.training.checkpoint import load_checkpoint, save_checkpoint
 from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.optimizer import Optimizer
-from domino_lm.training.stored_metadata import read_metadata
 from tests.distributed.models import LLAMA as LLAMA_97
 
 ALONE = Communicator.single()

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from domino_lm.config import ParallelConfig
-from domino_lm.kernel_config import KernelConfig
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.settings import ParallelConfig
 from domino_lm.model.batch import to_device
 from domino_lm.parallel.mesh import ParallelMesh, _nccl_options
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from domino_lm.config import OptimizerConfig
+from domino_lm.config.settings import OptimizerConfig
 from domino_lm.model.parameter import Parameter, ParameterSpec
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from domino_lm.config import Sharding
+from domino_lm.config.settings import Sharding
 from domino_lm.schedule.ops import DP_LINK, Kind, Op, dataflow, is_gather, transformer_chain, uses_weights
 from domino_lm.schedule.passes import (
     defer_wgrad,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from domino_lm.config import OptimizerConfig
-from domino_lm.model.attention_kernels import attend
+from domino_lm.config.settings import OptimizerConfig
+from domino_lm.model.kernels.attention_kernels import attend
+from domino_lm.model.kernels.pointwise import normalise
 from domino_lm.model.linear import Linear
 from domino_lm.model.parameter import Parameter, ParameterSpec
-from domino_lm.model.pointwise import normalise
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.training import optimizer as optimizer_module
 from domino_lm.training.loss_scale import LossScale

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.schedule.report import write_report
 from domino_lm.schedule.timeline import Span, Timeline, read_trace
+from domino_lm.watch.report import write_report
 from tools import plot_timeline
 
 SPANS = (

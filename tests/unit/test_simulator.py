@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from domino_lm.config import ModelConfig, ScheduleConfig, Sharding
-from domino_lm.schedule.costs import Shapes, shapes_of
-from domino_lm.schedule.hardware import HARDWARE, Hardware
-from domino_lm.schedule.links import Fabric, Link
+from domino_lm.config.settings import ModelConfig, ScheduleConfig, Sharding
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, transformer_chain
 from domino_lm.schedule.passes import gather_parameters, reduce_gradients, serialize, steady_state, step_templates
 from domino_lm.schedule.plan import Plan, build_plan
-from domino_lm.schedule.predict import BASELINE, SCHEDULES, SERIAL, Prediction, Schedule, Setting, bucket_parts, optimum, predict, sliced
-from domino_lm.schedule.simulator import OpTime, Simulation, replay, simulate
+from domino_lm.simulate.costs import Shapes, shapes_of
+from domino_lm.simulate.hardware import HARDWARE, Hardware
+from domino_lm.simulate.links import Fabric, Link
+from domino_lm.simulate.predict import BASELINE, SCHEDULES, SERIAL, Prediction, Schedule, Setting, bucket_parts, optimum, predict, sliced
+from domino_lm.simulate.simulator import OpTime, Simulation, replay, simulate
 
 CLOSE = 1e-9
 SHARDINGS: list[Sharding] = ["no_shard", "optim", "optim_grads"]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.arguments import parse_arguments
-from domino_lm.config import ModelConfig, RunConfig
+from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.presets import PRESETS
+from domino_lm.config.settings import ModelConfig, RunConfig
+from domino_lm.launch.summary import RunSummary, memory_estimate, parameter_count, without_effect
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
-from domino_lm.presets import PRESETS
 from domino_lm.pretrain import main
-from domino_lm.schedule.hardware import HARDWARE
-from domino_lm.summary import RunSummary, memory_estimate, parameter_count, without_effect
+from domino_lm.simulate.hardware import HARDWARE
 from tests.unit.published_sizes import PUBLISHED
 
 BASE = "--lr 1e-3 --micro-batch-size 2 --train-iters 10 --data-path x"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from domino_lm.arguments import parse_arguments
+from domino_lm.config.arguments import parse_arguments
 from domino_lm.parallel.collectives import Communicator
-from domino_lm.training.progress import ProgressBar
-from domino_lm.training.watch import Watch, mfu_basis, peak_flops
+from domino_lm.watch.progress import ProgressBar
+from domino_lm.watch.watch import Watch, mfu_basis, peak_flops
 from tests.unit.test_metrics import REPORT
 
 CPU = torch.device("cpu")

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from domino_lm.data.documents import Encoder, OnError
 from domino_lm.data.indexed import DTYPES, HEADER, MAGIC, IndexedDataset, IndexedDatasetError, IndexedDatasetWriter
-from domino_lm.data.inputs import PreprocessError, read_blocks
-from domino_lm.data.null_tokenizer import NullTokenizer
-from domino_lm.data.tokenizer import Ids, Lengths, flatten
+from domino_lm.data.preprocess.documents import Encoder, OnError
+from domino_lm.data.preprocess.inputs import PreprocessError, read_blocks
+from domino_lm.data.tokenizers.null_tokenizer import NullTokenizer
+from domino_lm.data.tokenizers.tokenizer import Ids, Lengths, flatten
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
 fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

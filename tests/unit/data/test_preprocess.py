@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
+from domino_lm.config.data import TokenizerConfig
 from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter
-from domino_lm.data.inputs import Block, PreprocessError, read_blocks
-from domino_lm.data.preprocess import PreprocessConfig, Progress, Summary, preprocess
-from domino_lm.data.tokenizer import build_tokenizer
-from domino_lm.data_config import TokenizerConfig
+from domino_lm.data.preprocess.inputs import Block, PreprocessError, read_blocks
+from domino_lm.data.preprocess.preprocess import PreprocessConfig, Progress, Summary, preprocess
+from domino_lm.data.tokenizers.build import build_tokenizer
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
@@ -538,7 +538,7 @@ def test_the_tool_ends_quietly_however_long_its_end_takes(tmp_path: Path) -> Non
 
 
 def test_blocks_of_long_lines_are_encoded_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from domino_lm.data import pool
+    from domino_lm.data.preprocess import pool
 
     at_once: list[int] = []
 
@@ -568,7 +568,7 @@ def test_want_of_memory_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("domino_lm.data.documents.parse_line", fail)
+    monkeypatch.setattr("domino_lm.data.preprocess.documents.parse_line", fail)
     with pytest.raises(PreprocessError, match=r"input\.jsonl: out of memory after 0 documents; .*fewer workers"):
         run(tmp_path, GOOD)
     assert outputs(tmp_path) == []
@@ -690,8 +690,8 @@ def test_threads_write_what_one_worker_writes(tmp_path: Path) -> None:
 
 MEMORY = """
 import sys
-from domino_lm.data.preprocess import PreprocessConfig, preprocess
-from domino_lm.data_config import TokenizerConfig
+from domino_lm.data.preprocess.preprocess import PreprocessConfig, preprocess
+from domino_lm.config.data import TokenizerConfig
 vocab, merges = (f"tests/golden/data/tokenizers/gpt2-bpe/{name}" for name in ("vocab.json", "merges.txt"))
 tokenizer = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
 preprocess(PreprocessConfig(input=sys.argv[1], output_prefix=sys.argv[1], tokenizer=tokenizer, workers=1))
@@ -734,8 +734,8 @@ def test_documents_of_one_token_take_less_than_40_bytes_each(tmp_path: Path) -> 
     (tmp_path / "input.jsonl").write_bytes(b'{"text":"5"}\n' * 600_000)
     program = (
         "import sys\n"
-        "from domino_lm.data.preprocess import PreprocessConfig, preprocess\n"
-        "from domino_lm.data_config import TokenizerConfig\n"
+        "from domino_lm.data.preprocess.preprocess import PreprocessConfig, preprocess\n"
+        "from domino_lm.config.data import TokenizerConfig\n"
         "null = TokenizerConfig(tokenizer_type='NullTokenizer')\n"
         "config = lambda name: PreprocessConfig(input=name, output_prefix=sys.argv[2], tokenizer=null, vocab_size=10, workers=1)\n"
         "open(sys.argv[1] + '.small', 'wb').write(open(sys.argv[1], 'rb').read(13 * 100_000))\n"

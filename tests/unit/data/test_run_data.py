@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from domino_lm.arguments import parse_arguments
-from domino_lm.config import RunConfig
+from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.settings import RunConfig
 from domino_lm.data.indexed import IndexedDatasetWriter
 from domino_lm.data.indices import DatasetError
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches

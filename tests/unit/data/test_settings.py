@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from domino_lm.arguments import parse_arguments
-from domino_lm.checks import check_run
-from domino_lm.config import ConfigError
+from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.data import DataConfig
+from domino_lm.config.settings import ConfigError
 from domino_lm.data.blended import Blend
 from domino_lm.data.gpt_dataset import GPTDatasetConfig
 from domino_lm.data.indexed import IndexedDatasetWriter
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import DataSources, build_splits, fingerprint, sources_of
-from domino_lm.data_config import DataConfig
+from domino_lm.launch.checks import check_run
 from domino_lm.pretrain import require_same_data
 
 BASE = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10 --vocab-size 100"

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.data.tokenizer import TokenizerError, build_tokenizer
-from domino_lm.data_config import TokenizerConfig
+from domino_lm.config.data import TokenizerConfig
+from domino_lm.data.tokenizers.build import build_tokenizer
+from domino_lm.data.tokenizers.tokenizer import TokenizerError
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(ROOT / "examples/data/sp4096.model")

@@ -1,0 +1,1 @@
+"""Writing, finding and reading checkpoints."""

@@ -1,0 +1,349 @@
+"""Sharded tensors on disk: a PyTorch distributed checkpoint with the keys and stacked shapes of Megatron's torch_dist format.
+
+A key names one global tensor; the layers of a model share it, stacked along a leading dimension. Each rank writes and
+reads blocks of it, so that a checkpoint does not know the parallel sizes that it was saved with.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.model.parameter import ParameterSpec
+from domino_lm.parallel.collectives import Communicator
+
+OPTIMIZER_PREFIX = "optimizer."
+_FAULTS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a global tensor, and the memory of this rank that holds it."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Tensor  # a view with the rectangle's shape, stacked dimension included
+    sharded: bool  # over TP: no other TP rank holds these values
+    vocab_rows: int | None = None  # true rows where dimension 0 is the padded vocabulary
+    owned: bool = False  # over DP: no other replica holds these values
+
+    @property
+    def place(self) -> tuple[str, tuple[int, ...]]:
+        """What tells this block from all others."""
+        return self.key, self.offsets
+
+
+def blocks_of(spec: ParameterSpec, local: Tensor, tp: Communicator, prefix: str = "") -> Iterator[Block]:
+    """Cut a rank's ``local`` tensor, of the parameter ``spec`` or of its shape, into blocks of the global tensor.
+
+    One block, or one for each of ``spec.shard_blocks``. The key is the parameter's behind ``prefix``.
+    """
+    stacked = spec.layer is not None
+    global_shape = (spec.num_layers, *spec.shape) if stacked else spec.shape
+    values = local.detach()
+    if spec.shard_dim is None:
+        yield _block(spec, prefix, global_shape, [0] * len(spec.shape), values)
+        return
+    block_rows = spec.shape[spec.shard_dim] // spec.shard_blocks
+    rows = block_rows // tp.size
+    for block in range(spec.shard_blocks):
+        offsets = [0] * len(spec.shape)
+        offsets[spec.shard_dim] = block * block_rows + tp.rank * rows
+        yield _block(spec, prefix, global_shape, offsets, values.narrow(spec.shard_dim, block * rows, rows))
+
+
+def _block(spec: ParameterSpec, prefix: str, global_shape: tuple[int, ...], offsets: list[int], values: Tensor) -> Block:
+    if spec.layer is not None:
+        offsets, values = [spec.layer, *offsets], values.unsqueeze(0)
+    return Block(prefix + spec.key, global_shape, tuple(offsets), values, spec.shard_dim is not None, spec.vocab_rows)
+
+
+def blocks_of_range(
+    spec: ParameterSpec, shape: Sequence[int], start: int, values: Tensor, tp: Communicator, prefix: str
+) -> Iterator[Block]:
+    """Blocks of ``values`` [n], the elements from ``start`` on of a flattened local tensor of ``shape``, that no other replica holds.
+
+    Up to three rectangles, since the first and the last row may be cut, each again cut where ``spec.shard_blocks`` end.
+    """
+    assert len(shape) in (1, 2), f"a weight is a vector or a matrix, not {list(shape)}"
+    stop, columns = start + values.numel(), shape[1] if len(shape) == 2 else 1
+    edges = {start, stop, *(edge for edge in (-(-start // columns) * columns, stop // columns * columns) if start < edge < stop)}
+    if spec.shard_blocks > 1:
+        block = math.prod(shape) // spec.shard_blocks  # blocks lie along dimension 0
+        edges |= {edge for edge in range(block, stop, block) if start < edge}
+    for first, last in pairwise(sorted(edges)):
+        yield _rectangle(spec, shape, first, values[first - start : last - start], tp, prefix)
+
+
+def _rectangle(spec: ParameterSpec, shape: Sequence[int], first: int, values: Tensor, tp: Communicator, prefix: str) -> Block:
+    """One block of ``values``, whole rows of a matrix or a piece of one row, from element ``first`` of a flattened local tensor on."""
+    offsets, sizes = [first], [values.numel()]
+    if len(shape) == 2:
+        offsets = list(divmod(first, shape[1]))
+        sizes = [values.numel() // shape[1], shape[1]] if values.numel() % shape[1] == 0 and offsets[1] == 0 else [1, values.numel()]
+    dim = spec.shard_dim
+    if dim is not None:
+        rows = shape[dim] // spec.shard_blocks
+        block, within = divmod(offsets[dim], rows)
+        offsets[dim] = (block * tp.size + tp.rank) * rows + within
+    global_shape = (spec.num_layers, *spec.shape) if spec.layer is not None else spec.shape
+    return replace(_block(spec, prefix, global_shape, offsets, values.view(sizes)), owned=True)
+
+
+def write_blocks(
+    folder: Path,
+    blocks: Sequence[Block],
+    world: Communicator,
+    objects: Mapping[str, bytes] | None = None,
+    resolve: Callable[[Block], Tensor] | None = None,
+) -> None:
+    """Write every rank's ``blocks`` into ``folder``, synced; all ranks call this, each with blocks that no other writes.
+
+    ``objects`` are bytes under keys of their own. ``resolve`` gives each block's values when its turn comes, so that they
+    need not be in memory together; planning takes shapes and types from the block. Raises CheckpointError on all ranks
+    where any of them fails.
+    """
+    planner = _BlockWriter(blocks, objects or {}, resolve or (lambda block: block.values))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save({}, storage_writer=_Writer(folder), planner=planner, process_group=world.group, no_dist=world.size == 1)
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, CheckpointError) and world.size == 1:
+            raise cause from error
+        raise CheckpointError(f"rank {rank} failed with {type(cause).__name__}: {cause}") from error
+
+
+class _Writer(FileSystemWriter):
+    """PyTorch's writer, leaving out empty files and the name of the temporary folder."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if not plan.items:
+            nothing: Future[list[WriteResult]] = Future()
+            nothing.set_result([])
+            return nothing
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save buries the reason, a full disk say, under a failed check of its own.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+class _BlockWriter(DefaultSavePlanner):
+    """Plans one write for each block and object; PyTorch checks that blocks tile every global tensor."""
+
+    def __init__(self, blocks: Sequence[Block], objects: Mapping[str, bytes], resolve: Callable[[Block], Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._blocks = {block.place: block for block in blocks}
+        self._objects = objects
+        self._resolve = resolve
+
+    def create_local_plan(self) -> SavePlan:
+        objects = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._objects]
+        self.plan = SavePlan([*(_write_item(block) for block in self._blocks.values()), *objects])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return BytesIO(self._objects[write_item.index.fqn])
+        return self._resolve(self._blocks[_place(write_item.index)])
+
+
+def _write_item(block: Block) -> WriteItem:
+    offsets = torch.Size(block.offsets)
+    return WriteItem(
+        index=MetadataIndex(block.key, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, block.values.shape),
+            properties=TensorProperties(dtype=block.values.dtype),
+            size=torch.Size(block.global_shape),
+        ),
+    )
+
+
+def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())
+
+
+def plan_reads(folder: Path, metadata: Metadata, blocks: Sequence[Block], complete: bool = True) -> dict[str, list[ReadItem]]:
+    """Work out which stored chunks fill ``blocks``, by key, without touching a value.
+
+    Rows of a padded vocabulary may differ between ``blocks`` and the checkpoint, as long as it holds the true rows; all
+    other shapes must be equal. Where the blocks are a ``complete`` model, it may hold no other weights. Raises CheckpointError naming keys, what the run needs and what the checkpoint holds.
+    """
+    by_key: dict[str, list[Block]] = {}
+    for block in blocks:
+        by_key.setdefault(block.key, []).append(block)
+    stored = metadata.state_dict_metadata
+    faults, reads = [], {}
+    for key, wanted in by_key.items():
+        tensor = stored.get(key)
+        fault = _mismatch(wanted[0], tensor)
+        if fault is None:
+            assert isinstance(tensor, TensorStorageMetadata)
+            reads[key] = create_read_items_for_chunk_list(key, tensor, list(_stored_parts(wanted, tensor)))
+            fault = _hole(reads[key], _stored_parts(wanted, tensor))
+        if fault is not None:
+            faults.append((key, fault))
+    for key in stored.keys() - by_key.keys() if complete else ():
+        if isinstance(stored[key], TensorStorageMetadata) and not key.startswith(OPTIMIZER_PREFIX):
+            faults.append((key, "the checkpoint holds it, the run has no such tensor"))
+    if faults:
+        raise CheckpointError(_misfit(folder, faults, stored))
+    return reads
+
+
+def _mismatch(block: Block, tensor: Any) -> str | None:
+    """Why a stored tensor cannot fill a block of this key; None where it can."""
+    needed = list(block.global_shape)
+    if not isinstance(tensor, TensorStorageMetadata):
+        return f"the run needs {needed}, the checkpoint has no such tensor"
+    found = list(tensor.size)
+    if block.vocab_rows is None:
+        return None if found == needed else f"the run needs {needed}, the checkpoint holds {found}"
+    if found[1:] == needed[1:] and len(found) == len(needed) and found[0] >= block.vocab_rows:
+        return None
+    return f"the run needs {needed} with {block.vocab_rows} true vocabulary rows, the checkpoint holds {found}"
+
+
+def _stored_parts(blocks: Sequence[Block], tensor: TensorStorageMetadata) -> Iterator[ChunkStorageMetadata]:
+    """The part of each block that the stored tensor reaches: fewer rows where its vocabulary was padded less."""
+    for block in blocks:
+        sizes = list(block.values.shape)
+        if block.vocab_rows is not None:
+            sizes[0] = min(sizes[0], tensor.size[0] - block.offsets[0])
+            if sizes[0] <= 0:
+                continue
+        yield ChunkStorageMetadata(torch.Size(block.offsets), torch.Size(sizes))
+
+
+def _hole(items: Sequence[ReadItem], parts: Iterator[ChunkStorageMetadata]) -> str | None:
+    """Where stored chunks do not fill a part exactly; None where they do."""
+    filled: dict[tuple[int, ...], int] = {}
+    for item in items:
+        offsets = tuple(item.dest_index.offset or ())
+        filled[offsets] = filled.get(offsets, 0) + math.prod(item.lengths)
+    for part in parts:
+        if filled.get(tuple(part.offsets), 0) != math.prod(part.sizes):
+            return f"its stored chunks do not cover the block of size {list(part.sizes)} at {list(part.offsets)} exactly"
+    return None
+
+
+def _misfit(folder: Path, faults: Sequence[tuple[str, str]], stored: Mapping[str, object]) -> str:
+    if all(key.startswith(OPTIMIZER_PREFIX) for key, _ in faults):
+        if not any(key.startswith(OPTIMIZER_PREFIX) for key in stored):
+            return f"{folder}: the checkpoint holds no optimizer state; pass --no-load-optim to load the weights alone"
+        by_parameter = any(key.startswith(f"{OPTIMIZER_PREFIX}state.") for key in stored)
+        form = f"of other shapes than its weights ({faults[0][0]}: {faults[0][1]})" if by_parameter else "by gradient buckets"
+        return (
+            f"{folder}: the checkpoint holds optimizer state only {form}, which is not read; save it once more with Megatron's "
+            "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load the weights alone"
+        )
+    shown = "; ".join(f"{key}: {fault}" for key, fault in faults[:_FAULTS_SHOWN])
+    more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
+    return (
+        f"{folder}: the checkpoint does not fit this run's model, and nothing was loaded. {shown}{more}. "
+        "Give the model flags that the checkpoint was saved with (layers, sizes, heads, biases, tied or untied output, vocabulary)."
+    )
+
+
+def read_blocks(folder: Path, metadata: Metadata, blocks: Sequence[Block], reads: Mapping[str, Sequence[ReadItem]]) -> None:
+    """Fill ``blocks`` from ``folder`` as `plan_reads` planned. No collective; tensors are read as data, never as code.
+
+    Vocabulary rows that the checkpoint does not hold keep their values in weights, and are zero in optimizer moments.
+    Raises CheckpointError naming key and files where data cannot be read; blocks are half filled then.
+    """
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    target = _BlockReader(blocks)
+    for block in blocks:
+        if block.vocab_rows is not None and block.key.startswith(OPTIMIZER_PREFIX):
+            block.values.zero_()
+    for key, items in reads.items():
+        try:
+            reader.read_data(LoadPlan(list(items)), target).wait()
+        except Exception as error:
+            # Damaged bytes raise whatever the layer that trips over them raises.
+            files = sorted({metadata.storage_data[item.storage_index].relative_path for item in items})
+            raise CheckpointError(
+                f"{folder}: {key} cannot be read from {', '.join(files)}: {_first_line(error)}. The data is damaged; "
+                "load another checkpoint, by its number in latest_checkpointed_iteration.txt"
+            ) from error
+
+
+class _BlockReader(LoadPlanner):
+    """Hands the reader the memory that each stored chunk, or part of it, belongs to."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = {block.place: block.values for block in blocks}
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target = self._blocks[_place(read_item.dest_index)]
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: the reader has copied into the block itself."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        raise AssertionError("byte objects are never planned")
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        raise AssertionError("reads are planned by plan_reads")
+
+    def create_local_plan(self) -> LoadPlan:
+        raise AssertionError("reads are planned by plan_reads")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise AssertionError("every rank reads by itself")
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise AssertionError("every rank reads by itself")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,115 @@
+"""From a checkpoint of any kind to one of another, whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from domino_lm.checkpoint.convert.distributed import read_native, read_torch_dist, write_native, write_torch_dist
+from domino_lm.checkpoint.convert.hugging_face import read_hugging_face, write_hugging_face
+from domino_lm.checkpoint.convert.legacy import read_legacy, write_legacy
+from domino_lm.checkpoint.convert.stored_model import StoredModel, check_tensor_parallel, with_vocabulary
+from domino_lm.checkpoint.folder import TRACKER_FILE, Kind, detect_kind, find_checkpoint, incomplete, iteration_folder
+from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.publish import publish
+from domino_lm.config.settings import ModelConfig
+
+RELEASE = "release"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What to write, and where."""
+
+    load: Path
+    save: Path
+    to: Kind
+    iteration: int | None = None
+    """Which iteration of ``load`` to take; None takes the latest."""
+
+    tensor_parallel: int = 1
+    """Ranks that a legacy checkpoint is cut for, and that Megatron's vocabulary is padded for."""
+
+    dtype: torch.dtype | None = None
+    """Data type of the weights; None keeps that of the source."""
+
+    vocab_size: int | None = None
+    """True vocabulary, where the source does not know it or knows a wrong one."""
+
+    model: ModelConfig | None = None
+    """Settings for a checkpoint of Megatron's that holds no arguments."""
+
+    optimizer: bool = True
+    """Whether moments and schedule come along, where both kinds have them."""
+
+
+def open_stored(load: Path, iteration: int | None = None, model: ModelConfig | None = None) -> StoredModel:
+    """The checkpoint in ``load``, of whatever kind. Raises CheckpointError where there is none, or it is not complete."""
+    kind = detect_kind(load)
+    path = find_checkpoint(load, iteration)
+    assert path is not None
+    fault = incomplete(path)
+    if fault is not None:
+        raise CheckpointError(f"{load}: {fault}. Take another iteration")
+    readers: dict[Kind, Callable[[], StoredModel]] = {
+        "native": lambda: read_native(path),
+        "megatron-torch_dist": lambda: read_torch_dist(path, model),
+        "megatron-legacy": lambda: read_legacy(path, model),
+        "hf": lambda: read_hugging_face(path),
+    }
+    return readers[kind]()
+
+
+def convert(conversion: Conversion) -> tuple[StoredModel, Path]:
+    """Convert, and return what was read and the folder that was written.
+
+    The folder appears under its name once it is complete and on disk. Raises CheckpointError where anything is refused or
+    fails; an older checkpoint and tracker are then as they were. Nothing that exists is overwritten.
+    """
+    stored = with_vocabulary(open_stored(conversion.load, conversion.iteration, conversion.model), conversion.vocab_size)
+    stored = stored.with_dtype(conversion.dtype)
+    if not conversion.optimizer:
+        stored = stored.without_optimizer()
+    check_tensor_parallel(stored.model, conversion.tensor_parallel)
+    final, tracked_as = _target(stored, conversion)
+    if final.exists() and (final.is_file() or any(final.iterdir())):
+        raise CheckpointError(f"{final} exists already and is not overwritten; give --save another folder, or remove it")
+    unfinished = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+    writers: dict[Kind, Callable[[], None]] = {
+        "native": lambda: write_native(stored, unfinished),
+        "megatron-torch_dist": lambda: write_torch_dist(stored, unfinished, conversion.tensor_parallel),
+        "megatron-legacy": lambda: write_legacy(stored, unfinished, conversion.tensor_parallel),
+        "hf": lambda: write_hugging_face(stored, unfinished),
+    }
+    try:
+        unfinished.mkdir(parents=True)
+        writers[conversion.to]()
+        publish(unfinished, final, tracked_as)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{final}: the checkpoint could not be written ({error}); nothing was left there") from error
+    except RuntimeError as error:
+        # torch.save buries a full disk under a failed check of its own.
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise CheckpointError(f"{final}: the checkpoint could not be written ({reason}); nothing was left there") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return stored, final
+
+
+def _target(stored: StoredModel, conversion: Conversion) -> tuple[Path, str | None]:
+    """The folder to write, and what the tracker is to say, or None where the kind has none."""
+    if conversion.to == "hf":
+        if (conversion.save / TRACKER_FILE).exists():
+            raise CheckpointError(
+                f"{conversion.save} holds checkpoints of training; give --save a folder of its own for a Hugging Face model"
+            )
+        return conversion.save, None
+    if conversion.to != "native" and stored.iteration == 0:
+        return conversion.save / RELEASE, RELEASE  # Megatron's name for weights that no run of its own has led to
+    return iteration_folder(conversion.save, stored.iteration), str(stored.iteration)

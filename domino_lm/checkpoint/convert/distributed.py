@@ -1,0 +1,209 @@
+"""Native and Megatron's torch_dist checkpoints, read and written whole: the same tensors beside other records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from domino_lm.checkpoint.blocks import OPTIMIZER_PREFIX, Block, blocks_of, plan_reads, read_blocks, write_blocks
+from domino_lm.checkpoint.convert.stored_model import StoredModel, padded_rows, tensors
+from domino_lm.checkpoint.folder import BACKEND_FILE, STATE_FILE
+from domino_lm.checkpoint.index import CheckpointError, read_metadata
+from domino_lm.checkpoint.megatron_distributed import COMMON_FILE, MASTER_PREFIX, read_common
+from domino_lm.checkpoint.megatron_legacy import Role
+from domino_lm.checkpoint.megatron_state import (
+    CHECKPOINT_VERSION,
+    grad_scaler_state,
+    megatron_args,
+    param_groups,
+    plain,
+    read_model,
+    rng_state,
+    scheduler_state,
+    seed_of,
+)
+from domino_lm.checkpoint.publish import sync_file, write_synced
+from domino_lm.checkpoint.save_load import native_common
+from domino_lm.checkpoint.source import FORMAT_VERSION, WORD_EMBEDDINGS, prefix_of, read_megatron_record, read_native_record
+from domino_lm.config.settings import ModelConfig
+from domino_lm.model.parameter import ParameterSpec
+from domino_lm.parallel.collectives import Communicator
+
+ALONE = Communicator.single()
+PARALLEL_LINEARS = "self_attention.linear_proj self_attention.linear_qkv mlp.linear_fc1 mlp.linear_fc2".split()
+
+
+def read_native(path: Path) -> StoredModel:
+    """A checkpoint of this program."""
+    metadata = read_metadata(path)
+    record = read_native_record(path, metadata)
+    state = record["state"]
+    if not isinstance(state, dict) or "model" not in state:
+        raise CheckpointError(f"{path / STATE_FILE}: it does not say the model's settings; it was not saved by this program's trainer")
+    try:
+        model = plain(ModelConfig(**state["model"]))
+    except TypeError as error:
+        raise CheckpointError(f"{path / STATE_FILE}: its model's settings are not those of this version ({error})") from error
+    model = replace(model, vocab_size=record["vocab_size"])
+    rows, dtype = _table(path, metadata)
+    softmax_rows = record["softmax_rows"] or (record["vocab_size"] if model.mask_padded_vocab else rows)
+    return StoredModel(
+        kind="native",
+        path=path,
+        model=model,
+        vocab_rows=rows,
+        softmax_rows=softmax_rows,
+        dtype=dtype,
+        iteration=record["iteration"],
+        optimizer_steps=record["optimizer_steps"] if _has_moments(metadata) else None,
+        state=state,
+        read=_reader(path, metadata, rows),
+    )
+
+
+def read_torch_dist(path: Path, model: ModelConfig | None = None) -> StoredModel:
+    """A torch_dist checkpoint of Megatron's; ``model`` stands in where it holds no arguments."""
+    metadata = read_metadata(path)
+    record = read_megatron_record(path, metadata)
+    common = read_common(path, metadata)
+    rows, dtype = _table(path, metadata)
+    model = model or read_model(common, str(path))
+    return StoredModel(
+        kind="megatron-torch_dist",
+        path=path,
+        model=replace(model, vocab_size=model.vocab_size or rows),
+        vocab_rows=rows,
+        softmax_rows=rows,
+        dtype=dtype,
+        iteration=record["iteration"],
+        optimizer_steps=record["optimizer_steps"] if _has_moments(metadata) else None,
+        state=record["state"],
+        read=_reader(path, metadata, rows),
+    )
+
+
+def write_native(stored: StoredModel, folder: Path) -> None:
+    """Write everything into ``folder``: tensors as stored, in the form that `save_checkpoint` gives them."""
+    masked = stored.softmax_rows == stored.model.vocab_size
+    state = {**stored.state, "model": {**asdict(stored.model), "mask_padded_vocab": masked}}
+    record = {
+        "format_version": FORMAT_VERSION,
+        "iteration": stored.iteration,
+        "vocab_size": stored.model.vocab_size,
+        "softmax_rows": stored.softmax_rows,
+        "optimizer_steps": stored.optimizer_steps or 0,
+        "state": state,
+    }
+    _write_tensors(stored, folder, stored.vocab_rows, {})
+    write_synced(folder / BACKEND_FILE, json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode())
+    write_synced(folder / COMMON_FILE, native_common(stored.iteration))
+    write_synced(folder / STATE_FILE, json.dumps(record, indent=1).encode())
+
+
+def write_torch_dist(stored: StoredModel, folder: Path, tensor_parallel: int) -> None:
+    """Write what Megatron reads with ``--ckpt-format torch_dist`` at any size; the vocabulary is padded for ``tensor_parallel`` ranks."""
+    rows = padded_rows(stored.model, tensor_parallel)
+    empty = _saved([None])  # what Megatron keeps of a linear layer without fp8
+    layers = stored.model.num_layers
+    objects = {f"decoder.layers.{name}._extra_state/shard_{i}_{layers}": empty for name in PARALLEL_LINEARS for i in range(layers)}
+    for rank in range(tensor_parallel):
+        objects[f"rng_state/shard_0.{rank}_1.{tensor_parallel}"] = _saved([rng_state(seed_of(stored.state), rank)])
+    _write_tensors(stored, folder, rows, objects)
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    write_synced(folder / BACKEND_FILE, json.dumps(backend).encode())
+    torch.save(_common_state(stored, tensor_parallel, rows), folder / COMMON_FILE)
+    sync_file(folder / COMMON_FILE)
+
+
+def _common_state(stored: StoredModel, tensor_parallel: int, rows: int) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "args": megatron_args(stored.model, tensor_parallel, rows, stored.state, stored.dtype),
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": stored.iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }
+    if stored.optimizer_steps is not None:
+        steps = torch.tensor(float(stored.optimizer_steps))
+        optimizer: dict[str, Any] = {"state": {"common_step": steps}, "param_groups": param_groups(stored.state)}
+        common["optimizer"] = optimizer if stored.dtype.itemsize >= 4 else {"optimizer": optimizer}
+        scaler = grad_scaler_state(stored.state)
+        if stored.dtype == torch.float16 and scaler is not None:
+            common["optimizer"]["grad_scaler"] = scaler
+        scheduler = scheduler_state(stored.state)
+        if scheduler is not None:
+            common["opt_param_scheduler"] = scheduler
+    return common
+
+
+def _write_tensors(stored: StoredModel, folder: Path, rows: int, objects: Mapping[str, bytes]) -> None:
+    """Plan all tensors, then read and write them one at a time."""
+    reads: dict[tuple[str, tuple[int, ...]], tuple[ParameterSpec, Role, torch.dtype]] = {}
+    blocks = []
+    for prefix, spec, role, dtype in _planned(stored):
+        shape = stored.shape(spec, rows)
+        whole = replace(spec, shape=shape, shard_dim=None)
+        (block,) = blocks_of(whole, torch.empty(shape, dtype=dtype, device="meta"), ALONE, prefix)
+        blocks.append(block)
+        reads[block.place] = spec, role, dtype
+
+    def resolve(block: Block) -> Tensor:
+        spec, role, dtype = reads[block.place]
+        return stored.tensor(spec, role, rows, dtype).view(block.values.shape)
+
+    write_blocks(folder, blocks, ALONE, objects, resolve)
+
+
+def _planned(stored: StoredModel) -> list[tuple[str, ParameterSpec, Role, torch.dtype]]:
+    """Prefix of the key, parameter, role and data type of each tensor; half-precision weights that are trained come in fp32 too."""
+    half_and_trained = stored.dtype.itemsize < 4 and stored.optimizer_steps is not None
+    planned = []
+    for spec, role in tensors(stored, stored.roles()):
+        planned.append((prefix_of(role), spec, role, stored.dtype if role == "weight" else torch.float32))
+        if role == "weight" and half_and_trained:
+            planned.append((MASTER_PREFIX, spec, role, torch.float32))
+    return planned
+
+
+def _reader(path: Path, metadata: Metadata, rows: int) -> Callable[[ParameterSpec, Role], Tensor]:
+    """Reads whole tensors; weights in fp32 where the checkpoint keeps them so beside its own."""
+    masters = MASTER_PREFIX + WORD_EMBEDDINGS in metadata.state_dict_metadata
+
+    def read(spec: ParameterSpec, role: Role) -> Tensor:
+        prefix = MASTER_PREFIX if masters and role == "weight" else prefix_of(role)
+        stored = metadata.state_dict_metadata.get(prefix + spec.key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{path}: the model's settings ask for {prefix + spec.key}, which the checkpoint does not hold")
+        shape = spec.shape if spec.vocab_rows is None else (rows, *spec.shape[1:])
+        values = torch.empty(shape, dtype=stored.properties.dtype)
+        blocks = list(blocks_of(replace(spec, shape=shape, shard_dim=None, vocab_rows=None), values, ALONE, prefix))
+        read_blocks(path, metadata, blocks, plan_reads(path, metadata, blocks, complete=False))
+        return values
+
+    return read
+
+
+def _table(path: Path, metadata: Metadata) -> tuple[int, torch.dtype]:
+    """Rows and data type of the word embedding."""
+    table = metadata.state_dict_metadata.get(WORD_EMBEDDINGS)
+    if not isinstance(table, TensorStorageMetadata):
+        raise CheckpointError(f"{path}: it holds no {WORD_EMBEDDINGS}, so it is no language model")
+    return table.size[0], table.properties.dtype
+
+
+def _has_moments(metadata: Metadata) -> bool:
+    return f"{OPTIMIZER_PREFIX}state.exp_avg.{WORD_EMBEDDINGS}" in metadata.state_dict_metadata
+
+
+def _saved(value: Any) -> bytes:
+    file = BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

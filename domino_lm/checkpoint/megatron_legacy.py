@@ -1,0 +1,223 @@
+"""Megatron's ``--ckpt-format torch``: a folder with one file for each tensor-parallel rank, read as unsharded tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from domino_lm.checkpoint.folder import LEGACY_FILE, incomplete
+from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.torch_files import load_torch_file, values_of
+from domino_lm.model.parameter import ParameterSpec
+from domino_lm.parallel.collectives import Communicator
+
+Role = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
+_FAULTS_SHOWN = 3
+# Other names of the same tensors: norms fused into the next linear layer, and models from before Megatron's core.
+_RENAMES = (
+    (r"^encoder\.", "decoder."),
+    (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
+    (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
+    (r"self_attention\.query_key_value\.", "self_attention.linear_qkv."),
+    (r"(self_attention|attention)\.dense\.", "self_attention.linear_proj."),
+    (r"mlp\.dense_h_to_4h\.", "mlp.linear_fc1."),
+    (r"mlp\.dense_4h_to_h\.", "mlp.linear_fc2."),
+    (r"(layers\.\d+)\.input_norm\.", r"\1.input_layernorm."),
+    (r"\.post_attention_(layernorm|norm)\.", ".pre_mlp_layernorm."),
+    (r"\.final_norm\.", ".final_layernorm."),
+)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One file's tensors by Megatron's present names."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]  # exp_avg and exp_avg_sq of each name; empty without optimizer
+    masters: dict[str, Tensor]  # fp32 copies of the weights of a run in half precision
+
+
+class LegacyCheckpoint:
+    """An open checkpoint. ``common`` is what its first file holds; tensors are mapped and read when they are asked for."""
+
+    def __init__(self, path: Path, common: Mapping[str, Any], ranks: Sequence[_Rank]) -> None:
+        self.path = path
+        self.common = common
+        self._ranks = ranks
+
+    @classmethod
+    def open(cls, path: Path) -> LegacyCheckpoint:
+        """Map all files in ``path``. Raises CheckpointError where one is missing, damaged, or in a form that is not read."""
+        fault = incomplete(path)
+        if fault is not None:
+            raise CheckpointError(f"{path.parent}: {fault}. Take another iteration")
+        folders = sorted(path.glob("mp_rank_*"))
+        files = [load_torch_file(folder / LEGACY_FILE, str(folder / LEGACY_FILE)) for folder in folders]
+        _refuse_other_forms(path, files)
+        try:
+            ranks = [_read_rank(file, folder / LEGACY_FILE) for file, folder in zip(files, folders, strict=True)]
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path}: its files are not in the form that Megatron writes ({reason}); nothing was loaded") from error
+        return cls(path, files[0], ranks)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it holds moments."""
+        return bool(self._ranks[0].moments)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the weights."""
+        return self._ranks[0].weights["embedding.word_embeddings.weight"].dtype
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the word embedding, padding included."""
+        return sum(rank.weights["embedding.word_embeddings.weight"].shape[0] for rank in self._ranks)
+
+    @property
+    def names(self) -> list[str]:
+        """Weights in the order of the file."""
+        return list(self._ranks[0].weights)
+
+    def whole(self, spec: ParameterSpec, role: Role) -> Tensor:
+        """The unsharded tensor of ``spec``, vocabulary rows as stored; weights in fp32 where the checkpoint has them so."""
+        return spec.unshard([self._of(rank, spec.name, role) for rank in self._ranks])
+
+    def check(self, specs: Sequence[ParameterSpec], with_optimizer: bool) -> None:
+        """Raise CheckpointError, naming both shapes, where the tensors are not those of ``specs``."""
+        if with_optimizer and not self.has_optimizer:
+            distributed = _is_distributed(self.common.get("optimizer") or {}, self.path / "mp_rank_00")
+            if distributed:
+                raise CheckpointError(
+                    f"{self.path}: the checkpoint keeps its optimizer in distrib_optim.pt, cut by gradient buckets, which is not read; save it once "
+                    "more with Megatron's --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load the weights alone"
+                )
+            raise CheckpointError(f"{self.path}: the checkpoint holds no optimizer state; pass --no-load-optim to load the weights alone")
+        faults = list(self._faults(specs))
+        if faults:
+            more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
+            raise CheckpointError(
+                f"{self.path}: the checkpoint does not fit this run's model, and nothing was loaded. {'; '.join(faults[:_FAULTS_SHOWN])}{more}. "
+                "Give the model flags that the checkpoint was saved with (layers, sizes, heads, biases, tied or untied output, vocabulary)."
+            )
+
+    def fill(self, spec: ParameterSpec, role: Role, local: Tensor, tp: Communicator) -> None:
+        """Copy this rank's part into ``local``; vocabulary rows that are not stored are zero."""
+        whole = self.whole(spec, role)
+        if spec.vocab_rows is None:
+            local.copy_(spec.shard(whole, tp.rank, tp.size))
+            return
+        mine = whole[tp.rank * local.shape[0] :][: local.shape[0]]
+        local.zero_()[: mine.shape[0]].copy_(mine)
+
+    def _faults(self, specs: Sequence[ParameterSpec]) -> Iterator[str]:
+        size = len(self._ranks)
+        for spec in specs:
+            shards = [rank.weights.get(spec.name) for rank in self._ranks]
+            if any(shard is None for shard in shards):
+                yield f"{spec.name}: the run needs {list(spec.shape)}, the checkpoint has no such tensor"
+                continue
+            found = [list(shard.shape) for shard in shards if shard is not None]
+            whole = list(found[0])
+            if spec.shard_dim is not None and len(whole) > spec.shard_dim:
+                whole[spec.shard_dim] = sum(shape[spec.shard_dim] for shape in found if len(shape) > spec.shard_dim)
+            if spec.vocab_rows is not None:
+                if whole[1:] != list(spec.shape[1:]) or whole[0] < spec.vocab_rows:
+                    yield f"{spec.name}: the run needs {list(spec.shape)} with {spec.vocab_rows} true vocabulary rows, the checkpoint holds {whole}"
+            elif whole != list(spec.shape):
+                yield f"{spec.name}: the run needs {list(spec.shape)}, the checkpoint holds {whole} (on {size} ranks)"
+        for name in self._ranks[0].weights.keys() - {spec.name for spec in specs}:
+            yield f"{name}: the checkpoint holds it, the run has no such tensor"
+
+    @staticmethod
+    def _of(rank: _Rank, name: str, role: Role) -> Tensor:
+        if role in ("weight", "master"):
+            return rank.masters.get(name, rank.weights[name])
+        return rank.moments[name][role]
+
+
+def _refuse_other_forms(path: Path, files: Sequence[Any]) -> None:
+    """Raise CheckpointError for files of several pipeline stages or chunks, old orders of QKV rows, or too few ranks."""
+    for folder, file in zip(sorted(path.glob("mp_rank_*")), files, strict=True):
+        if not isinstance(file, dict) or not isinstance(file.get("model"), dict):
+            what = "several model chunks (virtual pipeline stages)" if isinstance(file, dict) and "model0" in file else "no model"
+            raise CheckpointError(f"{folder / LEGACY_FILE}: it holds {what}; only checkpoints of pipeline size 1 are read from this format")
+    version = files[0].get("checkpoint_version", 0)
+    if version < 2:
+        raise CheckpointError(
+            f"{path}: checkpoint_version {version} orders query, key and value rows in another way; "
+            "load and save it once with a Megatron of 2021 or newer"
+        )
+    args = values_of(files[0].get("args"))
+    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+        if (args.get(name) or 1) > 1:
+            raise CheckpointError(
+                f"{path}: saved with {name} {args[name]}; only size 1 is read from this format. Save it with Megatron's --ckpt-format torch_dist"
+            )
+    saved = args.get("tensor_model_parallel_size") or len(files)
+    if saved != len(files):
+        raise CheckpointError(
+            f"{path}: saved by {saved} tensor-parallel ranks, but {len(files)} mp_rank_ folders are there; copy all of them"
+        )
+
+
+def _read_rank(file: Mapping[str, Any], where: Path) -> _Rank:
+    weights = {name: tensor for name, tensor in _named_tensors(file["model"]) if isinstance(tensor, Tensor) and "_extra_state" not in name}
+    optimizer = file.get("optimizer")
+    if not optimizer or _is_distributed(optimizer, where.parent):
+        return _Rank(weights, {}, {})
+    inner = optimizer.get("optimizer", optimizer)
+    groups = _grouped_names(weights, inner["param_groups"], where)
+    moments = {name: inner["state"][number] for names in groups for number, name in names if number in inner["state"]}
+    for name, state in moments.items():
+        if state["exp_avg"].shape != weights[name].shape or state["exp_avg_sq"].shape != weights[name].shape:
+            raise CheckpointError(
+                f"{where}: the optimizer's moments of shape {list(state['exp_avg'].shape)} do not belong to {name} {list(weights[name].shape)}; "
+                "its order of parameters is not known here. Pass --no-load-optim to load the weights alone"
+            )
+    copies = [copy for group in optimizer.get("fp32_from_fp16_params", []) for copy in group]
+    order = [name for names in groups for _, name in names]
+    masters = dict(zip(order, copies, strict=True)) if len(copies) == len(order) else {}
+    return _Rank(weights, moments if len(moments) == len(weights) else {}, masters)
+
+
+def _is_distributed(optimizer: Mapping[str, Any], folder: Path) -> bool:
+    """Whether moments lie elsewhere, cut by gradient buckets."""
+    return (folder / "distrib_optim.pt").exists() or not optimizer.get("optimizer", optimizer).get("state", True)
+
+
+def _grouped_names(weights: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], where: Path) -> list[list[tuple[int, str]]]:
+    """Which number of the optimizer's state is which weight: matrices are one group, biases and norms another, each in model order."""
+    decays = {True: [n for n, t in weights.items() if t.dim() >= 2], False: [n for n, t in weights.items() if t.dim() < 2]}
+    found = []
+    for group in groups:
+        numbers = list(group["params"])
+        names = decays[float(group.get("wd_mult", 1.0)) > 0]
+        if len(numbers) != len(names):
+            raise CheckpointError(
+                f"{where}: a group of the optimizer has {len(numbers)} parameters, the model {len(names)} of its kind; "
+                "pass --no-load-optim to load the weights alone"
+            )
+        found.append(list(zip(numbers, names, strict=True)))
+    return found
+
+
+def _named_tensors(model: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of the (in old files nested) model dictionary under their present names."""
+    for key, value in model.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            inner = re.sub(r"^(module\.)?(language_model\.)?", "", f"{name}.")
+            yield from _named_tensors(value, inner)
+            continue
+        for pattern, present in _RENAMES:
+            name = re.sub(pattern, present, name)
+        yield name.removeprefix("module."), value

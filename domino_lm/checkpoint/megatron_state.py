@@ -1,0 +1,288 @@
+"""What Megatron's checkpoints say beside tensors: its arguments and its schedule, as settings and state of this program, and back."""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy
+import torch
+
+from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.torch_files import values_of
+from domino_lm.config.settings import ModelConfig
+
+CHECKPOINT_VERSION = 3.0
+LOSS_SCALE = ("scale", "growth_tracker", "hysteresis_tracker")
+"""What a checkpoint holds of a dynamic loss scale."""
+_SAME_NAME = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention kv_channels seq_length max_position_embeddings "
+    "position_embedding_type rotary_base use_rope_scaling rope_scaling_factor normalization swiglu bias_gelu_fusion add_bias_linear untie_embeddings_and_output_weights "
+    "attention_dropout hidden_dropout init_method_std vocab_size make_vocab_size_divisible_by"
+).split()
+_SETTINGS = "global_batch_size micro_batch_size train_iters seed lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps".split()
+# What changes the arithmetic of a model and does not exist here, with the values that leave it alone.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": (False, None),
+    "qk_layernorm": (False, None),
+    "qk_l2_norm": (False, None),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False, None),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "layernorm_zero_centered_gamma": (False, None),
+    "apply_layernorm_1p": (False, None),
+    "squared_relu": (False, None),
+    "openai_gelu": (False, None),
+    "quick_geglu": (False, None),
+    "attention_output_gate": (False, None),
+    "softmax_type": ("vanilla", None),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "mtp_num_layers": (None, 0),
+}
+
+
+def read_model(common: Mapping[str, Any], where: str) -> ModelConfig:
+    """The model that a checkpoint's arguments describe.
+
+    Raises CheckpointError where there are no arguments, or where they ask for arithmetic that this program does not have.
+    """
+    args = values_of(common.get("args"))
+    if "num_layers" not in args:
+        raise CheckpointError(
+            f"{where}: the checkpoint holds weights but no arguments of the run that made it, so its model is not known; "
+            "give the model's flags (--num-layers, --hidden-size, --num-attention-heads, --seq-length, ...)"
+        )
+    foreign = [f"{name} {args[name]}" for name, neutral in _NEUTRAL.items() if name in args and args[name] not in neutral]
+    position = args.get("position_embedding_type", "learned_absolute")
+    if args.get("use_rotary_position_embeddings"):
+        position = "rope"
+    if position not in ("learned_absolute", "rope"):
+        foreign.append(f"position_embedding_type {position}")
+    if args.get("normalization", "LayerNorm") not in ("LayerNorm", "RMSNorm"):
+        foreign.append(f"normalization {args['normalization']}")
+    if foreign:
+        raise CheckpointError(f"{where}: the checkpoint is of a model that this program does not build: {', '.join(foreign)}")
+    known = {name: args[name] for name in _SAME_NAME if args.get(name) is not None}
+    known |= {
+        "position_embedding_type": position,
+        "norm_epsilon": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
+        "rotary_base": float(args.get("rotary_base", 10000)),
+        "seq_length": args.get("seq_length", args.get("max_position_embeddings")),
+        "mask_padded_vocab": False,
+    }
+    if known.get("group_query_attention"):
+        known["num_query_groups"] = args["num_query_groups"]
+    return plain(ModelConfig(**known))
+
+
+def plain(model: ModelConfig) -> ModelConfig:
+    """``model`` with settings left at their defaults that say no more than the defaults do."""
+    defaults = {item.name: item.default for item in fields(ModelConfig)}
+    values = {name: getattr(model, name) for name in defaults}
+    for name, resolved in (("ffn_hidden_size", "ffn_width"), ("kv_channels", "head_width"), ("max_position_embeddings", "position_rows")):
+        default = ModelConfig(**{**values, name: None})
+        if getattr(model, resolved) == getattr(default, resolved):
+            values[name] = None
+    if model.query_groups == model.num_attention_heads:
+        values |= {"group_query_attention": False, "num_query_groups": 1}
+    if model.position_embedding_type == "rope":
+        values["max_position_embeddings"] = None
+    else:
+        values["rotary_base"] = defaults["rotary_base"]
+    if not model.use_rope_scaling:
+        values["rope_scaling_factor"] = defaults["rope_scaling_factor"]
+    return ModelConfig(**values)
+
+
+def arithmetic_of(common: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Settings of the checkpoint's model that the shapes of its tensors do not tell, by field name; empty without arguments."""
+    if "num_layers" not in values_of(common.get("args")):
+        return {}
+    model = read_model(common, where)
+    names = ["num_attention_heads", "position_embedding_type", "normalization", "norm_epsilon", "swiglu"]
+    names += ["rotary_base", "use_rope_scaling"] if model.position_embedding_type == "rope" else []
+    names += ["rope_scaling_factor"] if model.use_rope_scaling else []
+    names += [] if model.swiglu else ["bias_gelu_fusion"]
+    return {name: getattr(model, name) for name in names}
+
+
+def read_state(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Samples consumed and, where the checkpoint has them, the learning-rate schedule and the loss scale, as `Trainer` saves them."""
+    args, scheduler = values_of(common.get("args")), common.get("opt_param_scheduler") or {}
+    iteration, state = int(common.get("iteration") or 0), {}
+    if "num_steps" in scheduler:
+        state["learning_rate"] = {
+            "samples": int(scheduler["num_steps"]),
+            "peak": scheduler["max_lr"],
+            "minimum": scheduler["min_lr"],
+            "initial": args.get("lr_warmup_init", 0.0),
+            "style": scheduler["lr_decay_style"],
+            "warmup_samples": scheduler["lr_warmup_steps"],
+            "decay_samples": scheduler["lr_decay_steps"],
+            **_wsd(scheduler["lr_decay_style"], args),
+        }
+    counted = args.get("consumed_train_samples")
+    if counted is None:
+        batch = args.get("global_batch_size")
+        counted = iteration * batch if batch is not None else scheduler.get("num_steps", 0)
+    settings = {name: args[name] for name in _SETTINGS if args.get(name) is not None}
+    return {"consumed_samples": int(counted), "tokenizer": None, "settings": settings, "loss_scaler": _loss_scale(common), **state}
+
+
+def _loss_scale(common: Mapping[str, Any]) -> dict[str, float] | None:
+    """What the optimizer's state says of a dynamic loss scale."""
+    found = (common.get("optimizer") or {}).get("grad_scaler") or {}
+    numbers = {name: found[name] for name in LOSS_SCALE if found.get(name) is not None}
+    return {name: float(torch.as_tensor(value).flatten()[0]) for name, value in numbers.items()} if "scale" in numbers else None
+
+
+def grad_scaler_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The loss scale as Megatron's `DynamicGradScaler` saves it; None where ``state`` has none."""
+    found = state.get("loss_scaler")
+    return None if not found else {**{name: int(found[name]) for name in LOSS_SCALE[1:]}, "scale": torch.tensor([found["scale"]])}
+
+
+def _wsd(style: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Shape and length of the last part of a warm-up, stable, decay schedule, which the schedule's own state leaves out."""
+    if style != "WSD":
+        return {}
+    iterations, batch = args.get("lr_wsd_decay_iters"), args.get("global_batch_size")
+    samples = args.get("lr_wsd_decay_samples") or (iterations * batch if iterations and batch else None)
+    return {"wsd_style": args.get("lr_wsd_decay_style"), "wsd_samples": samples}
+
+
+def optimizer_steps(optimizer: Mapping[str, Any] | None, iteration: int) -> int:
+    """Updates that Adam has made, by what the optimizer's state says, else one for each iteration."""
+    if not optimizer:
+        return 0
+    inner = optimizer.get("optimizer", optimizer)
+    state = inner.get("state") or {}
+    found = [state.get("common_step"), (state.get(0) or {}).get("step"), *(group.get("step") for group in inner.get("param_groups") or [])]
+    step = next((value for value in found if value is not None), iteration)
+    return int(step.item() if isinstance(step, torch.Tensor) else step)
+
+
+def megatron_args(
+    model: ModelConfig, tensor_parallel: int, padded_vocab_size: int, state: Mapping[str, Any], dtype: torch.dtype
+) -> Namespace:
+    """Arguments that describe ``model`` to Megatron, which compares them with its own on loading."""
+    schedule, settings = state.get("learning_rate") or {}, state.get("settings") or {}
+    values = {name: getattr(model, name) for name in _SAME_NAME}
+    values |= {
+        "ffn_hidden_size": model.ffn_width,
+        "kv_channels": model.head_width,
+        "max_position_embeddings": model.position_rows,
+        "num_query_groups": model.query_groups,
+        "group_query_attention": model.query_groups != model.num_attention_heads,
+        "encoder_num_layers": model.num_layers,
+        "encoder_seq_length": model.seq_length,
+        "layernorm_epsilon": model.norm_epsilon,
+        "norm_epsilon": model.norm_epsilon,
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "use_rotary_position_embeddings": False,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "add_qkv_bias": model.add_bias_linear,
+        "padded_vocab_size": padded_vocab_size,
+        "tensor_model_parallel_size": tensor_parallel,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "world_size": tensor_parallel,
+        "use_distributed_optimizer": False,
+        "params_dtype": dtype,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+        "iteration": 0,
+        "consumed_train_samples": int(state.get("consumed_samples", 0)),
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "ckpt_fully_parallel_save": False,
+        "lr_warmup_init": schedule.get("initial", 0.0),
+    }
+    values |= {name: settings[name] for name in _SETTINGS if settings.get(name) is not None}
+    return Namespace(**values)
+
+
+def scheduler_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The learning-rate schedule as Megatron's `OptimizerParamScheduler` saves it; None where ``state`` has none."""
+    schedule = state.get("learning_rate")
+    if schedule is None:
+        return None
+    decay = (state.get("settings") or {}).get("weight_decay", 0.01)
+    return {
+        "max_lr": schedule["peak"],
+        "lr_warmup_steps": schedule["warmup_samples"],
+        "num_steps": schedule["samples"],
+        "lr_decay_style": schedule["style"],
+        "lr_decay_steps": schedule["decay_samples"],
+        "min_lr": schedule["minimum"],
+        "start_wd": decay,
+        "end_wd": decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": schedule["decay_samples"],
+    }
+
+
+def param_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Megatron's two groups of parameters, those that decay and those that do not, without the parameters' numbers."""
+    schedule, settings = state.get("learning_rate") or {}, state.get("settings") or {}
+    weight_decay = settings.get("weight_decay", 0.01)
+    return [
+        {
+            "wd_mult": multiplier,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "default_config": True,
+            "max_lr": schedule.get("peak"),
+            "min_lr": schedule.get("minimum"),
+            "lr": schedule.get("minimum", 0.0),  # set anew by the schedule before each step
+            "betas": (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999)),
+            "eps": settings.get("adam_eps", 1e-8),
+            "weight_decay": weight_decay * multiplier,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": True,
+        }
+        for multiplier in (1.0, 0.0)
+    ]
+
+
+def rng_state(seed: int, tp_rank: int) -> list[dict[str, Any]]:
+    """Random states of one tensor-parallel rank as a run of Megatron's with ``seed`` begins with, in the form that it saves them.
+
+    This program has none; without them Megatron would need --no-load-rng. Seeds are Megatron's: the model-parallel one is
+    2718 and the rank further on, the experts' 1024 and the rank.
+    """
+    numpy_state = numpy.random.RandomState(seed % 2**32).get_state()
+    seeds = {"data-parallel-rng": seed, "model-parallel-rng": seed + 2718 + tp_rank, "expert-parallel-rng": seed + 1024 + tp_rank}
+    state = {
+        "random_rng_state": random.Random(seed).getstate(),
+        "np_rng_state": numpy_state,
+        "torch_rng_state": torch.Generator().manual_seed(seed).get_state(),
+        "cuda_rng_state": _cuda_state(seed),
+        "rng_tracker_states": {name: _cuda_state(each) for name, each in seeds.items()},
+    }
+    return [state]
+
+
+def _cuda_state(seed: int) -> torch.Tensor:
+    """State of a CUDA generator that has drawn nothing: the seed and an offset of 0, eight bytes each."""
+    return torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8)
+
+
+def seed_of(state: Mapping[str, Any]) -> int:
+    """The seed of the run that a checkpoint's ``state`` tells of."""
+    return int((state.get("settings") or {}).get("seed") or 1234)

@@ -1,0 +1,78 @@
+"""What a resumed run takes from its checkpoint, and whether the checkpoint's model is the one of the run that loads it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from domino_lm.checkpoint.folder import find_checkpoint, kind_of
+from domino_lm.checkpoint.index import CheckpointError, read_metadata
+from domino_lm.checkpoint.megatron_distributed import read_common
+from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint
+from domino_lm.checkpoint.megatron_state import read_model
+from domino_lm.checkpoint.source import read_native_record
+from domino_lm.config.settings import ConfigError, ModelConfig
+
+LEFT_OPEN_TO_RESUME = {
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "mask_padded_vocab",  # the checkpoint knows which rows take part
+    "seq_length",
+}
+"""Settings of a model that may change between a checkpoint and the run that resumes it."""
+
+
+def refuse_other_model(mine: dict[str, Any], theirs: dict[str, Any], folder: str) -> None:
+    """Raise ConfigError where the settings of two models differ in what their weights or their function hang on."""
+    mine, theirs = spelt_out(mine), spelt_out(theirs)
+    differing = [name for name in mine if name not in LEFT_OPEN_TO_RESUME and name in theirs and mine[name] != theirs[name]]
+    if differing:
+        words = ", ".join(f"--{name.replace('_', '-')} {theirs[name]} there, {mine[name]} here" for name in differing)
+        raise ConfigError(f"--load {folder} holds another model: {words}. Give the flags that it was trained with.")
+
+
+def spelt_out(model: dict[str, Any]) -> dict[str, Any]:
+    """A model's settings, or some of them, with what defaults stand for in place of the defaults, so that they compare."""
+    try:
+        config = ModelConfig(**model)
+    except TypeError:  # some of them, or those of another version
+        return model
+    resolved: dict[str, Any] = {
+        "ffn_hidden_size": config.ffn_width,
+        "kv_channels": config.head_width,
+        "num_query_groups": config.query_groups,
+    }
+    resolved["group_query_attention"] = config.query_groups != config.num_attention_heads
+    learned = config.position_embedding_type == "learned_absolute"
+    resolved["max_position_embeddings"] = config.position_rows if learned else None
+    resolved["bias_gelu_fusion"] = None if config.swiglu else config.bias_gelu_fusion
+    resolved["rope_scaling_factor"] = config.rope_scaling_factor if config.use_rope_scaling else None
+    return {**model, **resolved, "rotary_base": None if learned else config.rotary_base}
+
+
+def settings_of_model(folder: Path | str, iteration: int | None = None) -> dict[str, object] | None:
+    """Settings of the model that the checkpoint in ``folder`` holds, by field name; None where there is no checkpoint.
+
+    Those of padding and of initial weights are left out: they are the run's business. Raises CheckpointError where the
+    checkpoint does not say what its model is.
+    """
+    path = find_checkpoint(folder, iteration)
+    if path is None:
+        return None
+    kind = kind_of(path)
+    if kind == "native":
+        stored = read_native_record(path, read_metadata(path))["state"].get("model")
+        if not isinstance(stored, dict):
+            raise CheckpointError(f"{path}: it does not say the model's settings; give the model's flags")
+    elif kind == "megatron-legacy":
+        stored = asdict(read_model(LegacyCheckpoint.open(path).common, str(path)))
+    elif kind == "megatron-torch_dist":
+        stored = asdict(read_model(read_common(path, read_metadata(path)), str(path)))
+    else:
+        raise CheckpointError(f"{path}: not a checkpoint to train from; convert it with tools/convert_checkpoint.py --to native")
+    own = {"make_vocab_size_divisible_by", "mask_padded_vocab", "init_method_std"}
+    known = ModelConfig.__dataclass_fields__.keys() - own
+    return {name: value for name, value in stored.items() if name in known}

@@ -1,0 +1,272 @@
+"""An opened checkpoint of any kind, checked against a run's model and ready to fill it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from domino_lm.checkpoint.blocks import OPTIMIZER_PREFIX, Block, blocks_of, blocks_of_range, plan_reads, read_blocks
+from domino_lm.checkpoint.folder import STATE_FILE, incomplete, kind_of
+from domino_lm.checkpoint.index import CheckpointError, read_metadata
+from domino_lm.checkpoint.megatron_distributed import MASTER_PREFIX, read_common
+from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint, Role
+from domino_lm.checkpoint.megatron_state import arithmetic_of, optimizer_steps, read_state
+from domino_lm.model.head import Head
+from domino_lm.parallel.collectives import Communicator
+
+if TYPE_CHECKING:
+    from domino_lm.model.parameter import Parameter
+
+FORMAT_VERSION = 1
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+_RECORD_KEYS = {"iteration", "vocab_size", "optimizer_steps", "state"}
+
+
+class HasParameters(Protocol):
+    """A model, as far as a checkpoint knows it."""
+
+    def parameters(self) -> Sequence[Parameter]:
+        """Every storage once, in the same order on every rank."""
+
+
+class HasMoments(Protocol):
+    """An optimizer, as far as a checkpoint knows it."""
+
+    pieces: list[Any]
+    """What this rank updates of each parameter."""
+
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+    step_count: int
+
+    def write_parameters(self) -> None:
+        """Have the parameters follow their master weights."""
+
+
+class Source(Protocol):
+    """What `open_checkpoint` returns: everything has proved to fit, no value has changed."""
+
+    record: dict[str, Any]
+    """``iteration``, ``vocab_size``, ``softmax_rows``, ``optimizer_steps`` and ``state``, as native checkpoints keep them."""
+
+    def fill(self) -> None:
+        """Read weights and, where they are wanted, moments into this rank's tensors. Master weights of an optimizer are filled from the
+        most exact that is stored; its parameters follow with `HasMoments.write_parameters`."""
+
+
+def open_checkpoint(path: Path, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> Source:
+    """Open the checkpoint that lies in ``path`` for the weights of ``stack`` and, where given, the moments of ``optimizer``.
+
+    No collective. Raises CheckpointError where it is incomplete, of a kind that cannot be trained from, or does not fit.
+    """
+    fault = incomplete(path)
+    if fault is not None:
+        raise CheckpointError(f"{path.parent}: {fault}. Take another iteration")
+    kind = kind_of(path)
+    if kind == "hf":
+        raise CheckpointError(
+            f"{path}: a Hugging Face model, which training does not read directly; "
+            "convert it: tools/convert_checkpoint.py --load ... --save ... --to native"
+        )
+    source: Source
+    if kind == "megatron-legacy":
+        source = _LegacySource(LegacyCheckpoint.open(path), stack, optimizer, tp)
+    else:
+        source = _DistributedSource(path, kind == "native", stack, optimizer, tp)
+    _refuse_too_few_rows(path, source.record["softmax_rows"], stack)
+    return source
+
+
+class _DistributedSource:
+    """Native, or Megatron's torch_dist: the same tensors, beside another record."""
+
+    def __init__(self, path: Path, native: bool, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> None:
+        self.path = path
+        self.metadata = read_metadata(path)
+        self.record = read_native_record(path, self.metadata) if native else read_megatron_record(path, self.metadata)
+        stored_masters = any(key.startswith(MASTER_PREFIX) for key in self.metadata.state_dict_metadata)
+        self.blocks = blocks_of_all(stack.parameters(), optimizer, tp, masters_apart=stored_masters)
+        self.reads = plan_reads(path, self.metadata, self.blocks)
+        self.masters = list(_master_blocks(stack.parameters(), self.metadata, tp))
+        if optimizer is not None and not stored_masters:
+            # Masters of a rank's own share do not stand in for its weights, so both are read.
+            owned = [
+                Held("weight", piece.parameter, piece.main, piece.start) for piece in optimizer.pieces if piece.is_owned and piece.is_master
+            ]
+            self.masters += [block for held in owned for block in held.blocks(tp)]
+        self.master_reads: dict[str, list[ReadItem]] = {}
+        if self.masters:
+            self.master_reads = plan_reads(path, self.metadata, self.masters, complete=False)
+        if native:
+            refuse_other_vocabulary(path, self.record["vocab_size"], vocab_size_of(stack))
+
+    def fill(self) -> None:
+        read_blocks(self.path, self.metadata, self.blocks, self.reads)
+        read_blocks(self.path, self.metadata, self.masters, self.master_reads)
+
+
+class _LegacySource:
+    """Megatron's legacy files, of any tensor-parallel size."""
+
+    def __init__(self, stored: LegacyCheckpoint, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> None:
+        self.stored, self.stack, self.optimizer, self.tp = stored, stack, optimizer, tp
+        stored.check([parameter.spec for parameter in stack.parameters()], with_optimizer=optimizer is not None)
+        self.record = record_of_megatron(stored.common, stored.vocab_rows, str(stored.path))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        masters = [piece for piece in self.optimizer.pieces if piece.is_owned and piece.is_master] if self.optimizer is not None else []
+        for role, parameter, tensor, start in _roles(self.stack.parameters(), self.optimizer, masters_apart=False):
+            if start is None:
+                self.stored.fill(parameter.spec, role, tensor, self.tp)
+            else:
+                whole = tensor.new_empty(parameter.shape)
+                self.stored.fill(parameter.spec, role, whole, self.tp)
+                tensor.view(-1).copy_(whole.view(-1)[start : start + tensor.numel()])
+        for piece in masters:
+            whole = piece.main.new_empty(piece.parameter.shape)
+            self.stored.fill(piece.parameter.spec, "weight", whole, self.tp)
+            piece.main.view(-1).copy_(whole.view(-1)[piece.start : piece.stop])
+
+
+class Held(NamedTuple):
+    """A tensor of this rank that a checkpoint knows, with its parameter and what it is of it."""
+
+    role: Role
+    parameter: Parameter
+    tensor: Tensor
+    start: int | None = None
+    """Its first element of the flattened parameter where no other data-parallel rank holds it; None: whole, and alike on all."""
+
+    def blocks(self, tp: Communicator) -> Iterator[Block]:
+        """Where it belongs in a checkpoint."""
+        spec, prefix = self.parameter.spec, prefix_of(self.role)
+        if self.start is None:
+            return blocks_of(spec, self.tensor, tp, prefix=prefix)
+        return blocks_of_range(spec, self.parameter.shape, self.start, self.tensor.view(-1), tp, prefix)
+
+
+def _roles(parameters: Sequence[Parameter], optimizer: HasMoments | None, masters_apart: bool) -> Iterator[Held]:
+    """Every tensor of this rank that a checkpoint knows.
+
+    Master weights have a role of their own where they lie ``masters_apart``, and else stand in for their weights; those of
+    a rank's own share cannot, and are left out then.
+    """
+    pieces = [] if optimizer is None else optimizer.pieces
+    masters = {piece.parameter: piece.main for piece in pieces if piece.is_master and not piece.is_owned}
+    for parameter in parameters:
+        weights = parameter.detach()
+        yield Held("weight", parameter, weights if masters_apart else masters.get(parameter, weights))
+    if optimizer is not None:
+        for piece, first, second in zip(pieces, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True):
+            start = piece.start if piece.is_owned else None
+            if masters_apart and piece.is_master:
+                yield Held("master", piece.parameter, piece.main, start)
+            yield Held("exp_avg", piece.parameter, first, start)
+            yield Held("exp_avg_sq", piece.parameter, second, start)
+
+
+def blocks_of_all(
+    parameters: Sequence[Parameter], optimizer: HasMoments | None, tp: Communicator, *, masters_apart: bool = True
+) -> list[Block]:
+    """Everything tensor-like that this rank holds, in the same order on every rank; see `_roles` of ``masters_apart``."""
+    return [block for held in _roles(parameters, optimizer, masters_apart) for block in held.blocks(tp)]
+
+
+def prefix_of(role: Role) -> str:
+    """What stands before a parameter's key in the key of its weight, master weight or moment."""
+    if role == "master":
+        return MASTER_PREFIX
+    return "" if role == "weight" else f"{OPTIMIZER_PREFIX}state.{role}."
+
+
+def _master_blocks(parameters: Sequence[Parameter], metadata: Metadata, tp: Communicator) -> Iterator[Block]:
+    """Weights that the checkpoint holds in fp32 beside its own half-precision ones, for parameters that can keep that precision."""
+    for parameter in parameters:
+        if MASTER_PREFIX + parameter.spec.key in metadata.state_dict_metadata and parameter.dtype.itemsize >= 4:
+            yield from blocks_of(parameter.spec, parameter, tp, prefix=MASTER_PREFIX)
+
+
+def read_megatron_record(path: Path, metadata: Metadata) -> dict[str, Any]:
+    """The record of a torch_dist checkpoint of Megatron's."""
+    table = metadata.state_dict_metadata.get(WORD_EMBEDDINGS)
+    if not isinstance(table, TensorStorageMetadata):
+        raise CheckpointError(f"{path}: it holds no {WORD_EMBEDDINGS}, so it is no language model of Megatron's core")
+    return record_of_megatron(read_common(path, metadata), table.size[0], str(path))
+
+
+def record_of_megatron(common: Mapping[str, Any], vocab_rows: int, where: str) -> dict[str, Any]:
+    """What Megatron saved beside tensors, as a native record. All ``vocab_rows`` take part in its softmax."""
+    iteration = int(common.get("iteration") or 0)
+    return {
+        "iteration": iteration,
+        "vocab_size": None,
+        "softmax_rows": vocab_rows,
+        "optimizer_steps": optimizer_steps(common.get("optimizer"), iteration),
+        "state": {**read_state(common), "model": arithmetic_of(common, where)},
+    }
+
+
+def read_native_record(path: Path, metadata: Metadata) -> dict[str, Any]:
+    """What this program saved beside tensors. Raises CheckpointError where it is damaged or newer than this program."""
+    file = path / STATE_FILE
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        version = record["format_version"]
+        if version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"{file}: written in format version {version}, this program reads up to {FORMAT_VERSION}; "
+                "use the version of the program that saved it, or a newer one"
+            )
+        missing = _RECORD_KEYS - record.keys()
+        if missing:
+            raise KeyError(", ".join(sorted(missing)))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: not the state of a checkpoint, or damaged ({error}); take another checkpoint") from error
+    return {"softmax_rows": None, **record}
+
+
+def vocab_size_of(stack: HasParameters) -> int | None:
+    """The true vocabulary of a model; None where no parameter has vocabulary rows."""
+    return next((p.spec.vocab_rows for p in stack.parameters() if p.spec.vocab_rows is not None), None)
+
+
+def refuse_other_vocabulary(path: Path, saved: int | None, current: int | None) -> None:
+    """Raise CheckpointError where a native checkpoint's true vocabulary is not the run's."""
+    if saved is not None and saved != current:
+        raise CheckpointError(
+            f"{path}: the checkpoint was saved with a vocabulary of {saved} tokens, this run has {current}, and nothing was loaded. "
+            "Give the tokenizer (or --vocab-size) that it was trained with."
+        )
+
+
+def softmax_rows_of(stack: HasParameters) -> int | None:
+    """Vocabulary rows that take part in the softmax, padded ones included where they do; right on tensor-parallel rank 0."""
+    head = getattr(stack, "head", None)
+    if not isinstance(head, Head):
+        return None
+    return int(head.weight.spec.shape[0] if head.true_columns is None else head.true_columns)
+
+
+def set_softmax_rows(stack: HasParameters, rows: int | None, tp_rank: int) -> None:
+    """Let the first ``rows`` of the vocabulary take part in the softmax and no others, whatever the padding; None changes nothing."""
+    head = getattr(stack, "head", None)
+    if isinstance(head, Head) and rows is not None:
+        head.true_columns = max(0, rows - tp_rank * head.weight.shape[0])
+
+
+def _refuse_too_few_rows(path: Path, rows: int | None, stack: HasParameters) -> None:
+    """Raise CheckpointError where the run's padded vocabulary would leave rows out that take part in the checkpoint's softmax."""
+    found = next((p.spec.shape[0] for p in stack.parameters() if p.spec.vocab_rows is not None), None)
+    if rows is not None and found is not None and found < rows:
+        raise CheckpointError(
+            f"{path}: {rows} vocabulary rows take part in the checkpoint's softmax, padding included, but this run keeps {found}; "
+            f"give a --make-vocab-size-divisible-by (x --tensor-model-parallel-size) that pads the vocabulary to {rows} or more"
+        )

@@ -1,0 +1,1 @@
+"""Every setting of a run: its type, its default, its flag."""

@@ -1,0 +1,405 @@
+"""Every setting of a run, as frozen dataclasses; `arguments` turns their fields into flags.
+
+Field names carry Megatron's spelling, so ``ffn_hidden_size`` is ``--ffn-hidden-size``; settings of our own begin with
+``domino_`` or are named in the docstring. The docstring under a field is its help text. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from domino_lm.config.checkpoint import CheckpointConfig
+from domino_lm.config.data import DataConfig, TokenizerConfig
+from domino_lm.config.kernels import KernelConfig
+from domino_lm.config.precision import PrecisionConfig
+
+Sharding = Literal["no_shard", "optim", "optim_grads"]
+"""What data-parallel ranks share out: nothing, the optimizer's state, or the state and the gradients."""
+
+
+class ConfigError(ValueError):
+    """Settings that cannot work together; the message names flags, values and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and arithmetic of a GPT or LLaMA model."""
+
+    num_layers: int
+    """Transformer layers."""
+
+    hidden_size: int
+    """Width h of the residual stream."""
+
+    ffn_hidden_size: int | None = None
+    """Width f of the MLP; None takes 4h, or 8h/3 rounded down to a multiple of 64 with --swiglu."""
+
+    num_attention_heads: int
+    """Query heads; hidden size must divide by it unless --kv-channels is given."""
+
+    group_query_attention: bool = False
+    """Let several query heads share one key and value head; their number is --num-query-groups."""
+
+    num_query_groups: int = 1
+    """Key and value heads under --group-query-attention."""
+
+    kv_channels: int | None = None
+    """Width of one head; None takes hidden size / heads."""
+
+    seq_length: int
+    """Tokens of one training sample."""
+
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table; None takes the sequence length. RoPE needs none."""
+
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    """learned_absolute (GPT) or rope (LLaMA)."""
+
+    rotary_base: float = 10000.0
+    """Base of RoPE's frequencies."""
+
+    use_rope_scaling: bool = False
+    """Slow RoPE's low frequencies down as Llama 3.1 does, for samples longer than the 8192 tokens that the model began with."""
+
+    rope_scaling_factor: float = 8.0
+    """By how much --use-rope-scaling slows the lowest frequencies down; Llama 3.1 takes 8, Llama 3.2 takes 32."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """LayerNorm or RMSNorm."""
+
+    norm_epsilon: float = 1e-5
+    """Added to the variance inside every norm."""
+
+    swiglu: bool = False
+    """Gated MLP, silu(gate) * up, in place of GELU."""
+
+    bias_gelu_fusion: bool = True
+    """GELU by its tanh approximation, as Megatron's fused kernel computes it; --no-bias-gelu-fusion takes the exact erf."""
+
+    add_bias_linear: bool = True
+    """Bias in every linear layer; --disable-bias-linear turns all of them off."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a matrix of its own instead of the word embedding's."""
+
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities; above 0 it needs the explicit attention, which is slower than the fused kernel."""
+
+    hidden_dropout: float = 0.1
+    """Dropout on embeddings and on each branch before it joins the residual."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; output projections take it divided by sqrt(2 x layers)."""
+
+    vocab_size: int | None = None
+    """True number of token ids; None takes the tokenizer's."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The stored vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    mask_padded_vocab: bool = True
+    """Keep padded vocabulary rows out of the loss, so that it does not depend on the padding; Megatron lets them take part."""
+
+    @property
+    def ffn_width(self) -> int:
+        """MLP width f that the flags resolve to."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return 4 * self.hidden_size * 2 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def head_width(self) -> int:
+        """Channels d of one attention head."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads; one for each query head without --group-query-attention."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned position table."""
+        return self.max_position_embeddings if self.max_position_embeddings is not None else self.seq_length
+
+    def padded_vocab_size(self, tensor_parallel: int) -> int:
+        """Smallest multiple of ``make_vocab_size_divisible_by`` x ``tensor_parallel`` that holds the vocabulary."""
+        assert self.vocab_size is not None, "the vocabulary size is resolved before a model is built"
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel
+        return -(-self.vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How ranks are laid out and talk to each other."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks t that share each layer's matrices; neighbours in rank order, so keep it within a node."""
+
+    distributed_backend: Literal["gloo", "nccl"] | None = None
+    """gloo or nccl; None takes nccl where CUDA is available, else gloo."""
+
+    distributed_timeout_minutes: int = 10
+    """A collective that takes longer ends the run with an error instead of a hang."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How one step's work is sliced and ordered."""
+
+    schedule: Literal["baseline", "domino", "auto"] | None = None
+    """domino interleaves slices so that collectives travel behind compute; baseline is Megatron's order; auto measures this machine, simulates the cuts and takes the fastest; None takes domino, or baseline where --tensor-model-parallel-size is 1."""
+
+    domino_calibration: str | None = None
+    """What --schedule auto knows of the machine: a known name (dgx-h100), or a .json file, which is read where it exists and else measured and written."""
+
+    domino_row_slices: int | None = None
+    """Rows that each micro-batch is cut into; None takes min(2, micro-batch size), or 4 along the sequence; 1 cuts nothing."""
+
+    domino_row_dim: Literal["batch", "sequence"] | None = None
+    """batch: a row is some of the sequences; sequence: a row is a stretch of every sequence, which works at micro-batch size 1; None takes batch, or sequence where the micro-batch holds one."""
+
+    domino_column_slices: int = 1
+    """Column blocks that the GEMM before each all-reduce is cut into, each reduced while the next is computed; must divide the hidden size."""
+
+    domino_pair: Literal["micro-batches", "row-groups"] | None = None
+    """Interleave forward of one piece with backward of another: micro-batches (costs the activations of one more), or two groups of rows of the same micro-batch."""
+
+    domino_defer_wgrad: bool = False
+    """Hold weight gradients back to fill waits. Costs the saved inputs of the held GEMMs."""
+
+    sequence_parallel: bool = False
+    """Cut norms, residuals and dropout over tensor-parallel ranks along the sequence: reduce-scatter and all-gather in place of all-reduce, and less memory for activations."""
+
+    recompute_granularity: Literal["selective", "full"] | None = None
+    """Compute activations again in backward instead of keeping them: selective drops what attention keeps, full drops all but the residual stream."""
+
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Layers that full recomputes: uniform takes all, block the first --recompute-num-layers."""
+
+    recompute_num_layers: int | None = None
+    """Layers recomputed under --recompute-method block; uniform accepts it without effect, since no reduced output is ever recomputed."""
+
+    domino_wgrad_rows: Literal["each", "together"] = "each"
+    """each: a weight gradient a row, right after its collective left; together: one for all rows of a part, which spares passes over gradient memory and copies the operands."""
+
+    overlap_grad_reduce: bool = True
+    """Start the data-parallel reduction of a gradient bucket as soon as its last gradient is written; --no-overlap-grad-reduce reduces all of them after backward."""
+
+    use_distributed_optimizer: bool = False
+    """Let each data-parallel rank keep the optimizer state of its share of the parameters and update that alone; gradients are reduce-scattered, updated parameters gathered (ZeRO-1)."""
+
+    data_parallel_sharding_strategy: Sharding | None = None
+    """What data-parallel ranks share out: no_shard nothing, optim the optimizer state, optim_grads gradients too (ZeRO-2: less memory, but a reduction every micro-batch); None takes optim under --use-distributed-optimizer, else no_shard."""
+
+    overlap_param_gather: bool = False
+    """Gather updated parameters behind the next step's forward, each bucket until it is needed; without, all of them before the step ends."""
+
+    ddp_bucket_size: int | None = None
+    """Parameters in one data-parallel bucket; None takes max(40 million, 1 million x data-parallel size)."""
+
+    @property
+    def sharding(self) -> Sharding:
+        """What data-parallel ranks share out, where there is more than one."""
+        return self.data_parallel_sharding_strategy or ("optim" if self.use_distributed_optimizer else "no_shard")
+
+    def resolved(self, tensor_parallel: int) -> Literal["baseline", "domino"]:
+        """The schedule that runs at this tensor-parallel size; one rank alone has nothing to hide."""
+        if self.schedule in ("baseline", "domino"):
+            return self.schedule
+        return "domino" if tensor_parallel > 1 else "baseline"
+
+    def rows(self, micro_batch_size: int, tensor_parallel: int) -> int:
+        """Pieces that each micro-batch is cut into."""
+        if self.domino_row_slices is not None:
+            return self.domino_row_slices
+        if self.resolved(tensor_parallel) == "baseline" or (self.domino_row_dim is None and self.domino_column_slices > 1):
+            return 1
+        if self.row_dim(micro_batch_size) == "sequence":
+            return 4
+        return min(4 if self.domino_pair == "row-groups" else 2, micro_batch_size)
+
+    def row_dim(self, micro_batch_size: int) -> Literal["batch", "sequence"]:
+        """What rows are cut along."""
+        return self.domino_row_dim or ("sequence" if micro_batch_size == 1 else "batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its learning-rate schedule and gradient clipping."""
+
+    lr: float
+    """Peak learning rate."""
+
+    min_lr: float = 0.0
+    """Learning rate at and after the end of the decay."""
+
+    lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay after the warm-up, linear by default as in Megatron (presets take cosine); WSD (warm-up, stable, decay) holds the peak and decays over its last --lr-wsd-decay-iters."""
+
+    lr_decay_iters: int | None = None
+    """Iterations until the minimum is reached; None takes --train-iters."""
+
+    lr_decay_samples: int | None = None
+    """The same in samples; None takes the length of the run."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of WSD's decay."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of WSD's decay, the last ones of --lr-decay-iters."""
+
+    lr_wsd_decay_samples: int | None = None
+    """The same in samples."""
+
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+
+    lr_warmup_samples: int = 0
+    """The same in samples."""
+
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a fraction of the decay, instead of --lr-warmup-iters."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of the warm-up."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and norm weights take none."""
+
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+
+    adam_eps: float = 1e-8
+    """Added to the denominator."""
+
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """Length of the run, batch sizes, objective and evaluation."""
+
+    micro_batch_size: int
+    """Sequences in one forward and backward of a rank."""
+
+    global_batch_size: int | None = None
+    """Sequences in one optimizer step over all ranks; None takes micro-batch size x data-parallel size."""
+
+    train_iters: int | None = None
+    """Optimizer steps of the whole run."""
+
+    train_samples: int | None = None
+    """Samples of the whole run, instead of --train-iters; a last batch that they do not fill is left out."""
+
+    rampup_batch_size: tuple[int, ...] | None = None
+    """Three numbers: the global batch of the first step, by how much it grows, and the samples over which it grows to --global-batch-size."""
+
+    calculate_per_token_loss: bool = False
+    """Minimise the mean over all tokens of the global batch instead of Megatron's default, the mean of micro-batch means."""
+
+    eval_interval: int = 1000
+    """Steps between evaluations on the validation split; 0 turns them off."""
+
+    eval_iters: int = 100
+    """Global batches in one evaluation; 0 turns evaluation off."""
+
+    exit_interval: int | None = None
+    """Stop (and save) when the iteration is divisible by this; the learning-rate schedule does not change."""
+
+    exit_samples: int | None = None
+    """Stop (and save) once so many samples are consumed."""
+
+    exit_duration_in_mins: float | None = None
+    """Stop (and save) after so many minutes of training, on all ranks by rank 0's clock."""
+
+    manual_gc: bool = False
+    """Collect Python's garbage at --manual-gc-interval alone, at the same step on all ranks, instead of whenever it comes due."""
+
+    manual_gc_interval: int = 0
+    """Steps between collections under --manual-gc; 0 collects only before evaluations and saving."""
+
+    max_skipped_steps: int = 3
+    """Steps in a row whose loss or gradient is not finite that are skipped, on all ranks, before the run ends with an error; 0 ends it at the first. Overflows that lower the dynamic loss scale of --fp16 do not count."""
+
+    check_for_nan_in_loss_and_grad: bool | None = None
+    """End the run at the first loss or gradient that is not finite; --no-check-for-nan-in-loss-and-grad skips such steps without end. Neither: --max-skipped-steps."""
+
+    seed: int = 1234
+    """Seed of initial weights, dropout and data order."""
+
+    @property
+    def most_skipped_steps(self) -> float:
+        """Steps in a row that are not finite and do not end the run."""
+        if self.check_for_nan_in_loss_and_grad is None:
+            return self.max_skipped_steps
+        return 0 if self.check_for_nan_in_loss_and_grad else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is printed and recorded."""
+
+    log_interval: int = 100
+    """Steps between log lines."""
+
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard event files."""
+
+    tensorboard_log_interval: int = 1
+    """Steps between TensorBoard points."""
+
+    log_throughput: bool = False
+    """Put model TFLOP/s per rank into the log line and TensorBoard."""
+
+    log_params_norm: bool = False
+    """Log the norm of all parameters after each update."""
+
+    log_num_zeros_in_grad: bool = False
+    """Log how many gradient entries are exactly 0."""
+
+    log_world_size_to_tensorboard: bool = False
+    """Record the number of ranks."""
+
+    metrics_file: str | None = None
+    """Write every step and evaluation here, a JSON object a line; a resumed run goes on in it."""
+
+    peak_tflops: float | None = None
+    """Dense peak of one device in TFLOP/s, in the run's precision, which MFU is taken of; None takes that of known GPUs, and elsewhere MFU is n/a."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project to log to; needs the package wandb."""
+
+    wandb_exp_name: str | None = None
+    """Name of the run there."""
+
+    wandb_save_dir: str | None = None
+    """Folder for its local files."""
+
+    timeline: str | None = None
+    """Write the measured timeline of one step here, as a Chrome trace (FILE.json) and a picture (FILE.png); rank 0's view."""
+
+    timeline_iteration: int = 3
+    """Which step of this run --timeline records, counted from its start; the first ones warm up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All settings of one run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -1,0 +1,126 @@
+"""Settings as a TOML file: what ``--config`` reads, and what a run leaves beside its checkpoints. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from domino_lm.config.settings import ConfigError, RunConfig
+
+if TYPE_CHECKING:
+    from domino_lm.config.schema import Setting
+
+CONFIG_NAME = "config.toml"
+PRESET = "preset"
+
+
+def read_config(path: str | os.PathLike[str], settings: Sequence[Setting]) -> dict[str, object]:
+    """Flat field names and values of a TOML file, and ``preset`` where it names one.
+
+    Keys are field names, with ``_`` or ``-``, at the top or in the table of their part (``[model]``, ``[training]``, ...).
+    Raises ConfigError, with every fault of the file in the one message.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}.") from error
+    known = {item.name: item for item in settings}
+    values: dict[str, object] = {}
+    faults = []
+    for table, key, value in _entries(tables, {item.part for item in settings}):
+        name = key.replace("-", "_")
+        fault = _fault(table, key, value, known.get(name), list(known)) if (table, name) != ("", PRESET) else None
+        if name in values:
+            fault = f"{key} is given twice"
+        if fault is not None:
+            faults.append(fault)
+        values[name] = value
+    if faults:
+        raise ConfigError(f"--config {path}: {'; '.join(faults)}.")
+    return values
+
+
+def config_text(run: RunConfig, settings: Sequence[Setting]) -> str:
+    """Every setting of ``run`` as TOML that `read_config` takes; one whose value is None is left out, which means the same."""
+    lines = ["# Settings of one run, as they were resolved; --config with this file gives them again."]
+    part = ""
+    for item in settings:
+        if item.part != part:
+            part = item.part
+            lines += ["", f"[{part}]"]
+        value = getattr(getattr(run, part), item.name)
+        if value is not None:
+            lines.append(f"{item.name} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def require_writable(folder: str) -> None:
+    """Make ``folder`` where it is missing, and a file in it for a moment: a run must not find out after hours. Raises ConfigError."""
+    probe = Path(folder) / f".writable.tmp-{os.getpid()}"
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--save {folder} cannot be written: {error.strerror}; give a folder that can.") from error
+
+
+def save_config(run: RunConfig, folder: str, settings: Sequence[Setting]) -> Path:
+    """Write ``config.toml`` into ``folder``, made where it is missing; the file appears whole or not at all.
+
+    Raises ConfigError where the folder cannot be written.
+    """
+    path = Path(folder) / CONFIG_NAME
+    unfinished = path.with_name(f".{CONFIG_NAME}.tmp-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(config_text(run, settings), encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise ConfigError(f"--save {folder} cannot be written: {error.strerror}.") from error
+    finally:
+        if unfinished.is_file():
+            unfinished.unlink()
+    return path
+
+
+def _entries(tables: Mapping[str, object], parts: set[str]) -> Iterator[tuple[str, str, object]]:
+    """Table, key and value of everything in the file."""
+    for key, value in tables.items():
+        if isinstance(value, dict) and key in parts:
+            yield from ((key, name, item) for name, item in value.items())
+        else:
+            yield "", key, value
+
+
+def _fault(table: str, key: str, value: object, setting: Setting | None, known: Sequence[str]) -> str | None:
+    """What is wrong with one entry."""
+    where = f"[{table}] {key}" if table else key
+    if setting is None:
+        near = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.6)
+        return f"{where} is no setting" + (f" (nearest: {near[0]})" if near else "")
+    if table and setting.part != table:
+        return f"{where} belongs into [{setting.part}]"
+    if setting.many:
+        fits = isinstance(value, list) and all(isinstance(item, setting.kind) for item in value)
+        return None if fits else f"{where} must be a list of {setting.kind.__name__}, not {value!r}"
+    if setting.choices is not None:
+        return None if value in setting.choices else f"{where} must be one of {', '.join(setting.choices)}, not {value!r}"
+    kinds = (int, float) if setting.kind is float else (setting.kind,)
+    fits = isinstance(value, kinds) and isinstance(value, bool) == (setting.kind is bool)
+    return None if fits else f"{where} must be {setting.kind.__name__}, not {value!r}"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)

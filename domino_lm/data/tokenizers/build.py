@@ -1,0 +1,130 @@
+"""The tokenizer that a run's settings name."""
+
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
+
+
+class TokenizerSettings(Protocol):
+    """What ``build_tokenizer`` reads; the fields carry the names of the flags. What a class lacks takes its default."""
+
+    @property
+    def tokenizer_type(self) -> str | None: ...
+    @property
+    def tokenizer_model(self) -> str | None: ...
+    @property
+    def vocab_file(self) -> str | None: ...
+    @property
+    def merge_file(self) -> str | None: ...
+
+
+def build_tokenizer(settings: TokenizerSettings, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer that ``--tokenizer-type`` names; ``vocab_size`` is that of ``--vocab-size``.
+
+    Raises TokenizerError on an unknown type or a missing or unreadable file.
+    """
+    kind = settings.tokenizer_type
+    if kind not in TOKENIZER_TYPES:
+        fault = "is needed" if kind is None else f"{kind} is unknown"
+        raise TokenizerError(f"--tokenizer-type {fault}; choose one of {', '.join(TOKENIZER_TYPES)}.")
+    _refuse_foreign(settings, kind)
+    return TOKENIZER_TYPES[kind](settings, vocab_size)
+
+
+def _gpt2(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+    from domino_lm.data.tokenizers.bpe import GPT2BPETokenizer
+
+    vocab_file = _require(settings, "vocab_file", "GPT-2's vocab.json")
+    merge_file = _require(settings, "merge_file", "GPT-2's merges.txt")
+    return _load(lambda: GPT2BPETokenizer(vocab_file, merge_file), f"--vocab-file {vocab_file} with --merge-file {merge_file}")
+
+
+def _sentencepiece(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+    from domino_lm.data.tokenizers.sentencepiece import LegacySentencePieceTokenizer, SentencePieceTokenizer
+
+    path = _require(settings, "tokenizer_model", "a SentencePiece model")
+    special_tokens = _option(settings, "tokenizer_special_tokens") or ()
+    if _option(settings, "tokenizer_sentencepiece_legacy"):
+        return _load(lambda: LegacySentencePieceTokenizer(path, special_tokens), f"--tokenizer-model {path}")
+    if special_tokens:
+        raise TokenizerError(
+            "--tokenizer-special-tokens works with --tokenizer-sentencepiece-legacy alone; add it, or leave the tokens out."
+        )
+    return _load(lambda: SentencePieceTokenizer(path), f"--tokenizer-model {path}")
+
+
+def _hugging_face(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+    from domino_lm.data.tokenizers.bpe import HuggingFaceTokenizer
+
+    path = _require(settings, "tokenizer_model", "a tokenizer.json or its folder", folder=True)
+    include = not _option(settings, "tokenizer_hf_no_include_special_tokens")
+    return _load(lambda: HuggingFaceTokenizer(path, include), f"--tokenizer-model {path}")
+
+
+def _null(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+    from domino_lm.data.tokenizers.null_tokenizer import NullTokenizer
+
+    if vocab_size is None:
+        raise TokenizerError("--tokenizer-type NullTokenizer reads numbers and has no vocabulary of its own: give --vocab-size.")
+    return NullTokenizer(
+        vocab_size,
+        eod=_option(settings, "null_tokenizer_eod_id"),
+        pad=_option(settings, "null_tokenizer_pad_id"),
+        extra_eod=bool(_option(settings, "null_tokenizer_extra_eod")),
+    )
+
+
+TOKENIZER_TYPES: dict[str, Callable[[TokenizerSettings, int | None], Tokenizer]] = {
+    "GPT2BPETokenizer": _gpt2,
+    "Llama2Tokenizer": _sentencepiece,
+    "SentencePieceTokenizer": _sentencepiece,
+    "GPTSentencePieceTokenizer": _sentencepiece,
+    "HuggingFaceTokenizer": _hugging_face,
+    "NullTokenizer": _null,
+}
+OWN_OPTIONS = {
+    "tokenizer_sentencepiece_legacy": _sentencepiece,
+    "tokenizer_special_tokens": _sentencepiece,
+    "tokenizer_hf_no_include_special_tokens": _hugging_face,
+    "null_tokenizer_eod_id": _null,
+    "null_tokenizer_pad_id": _null,
+    "null_tokenizer_extra_eod": _null,
+}
+"""Settings that only one kind of tokenizer knows."""
+
+
+def _refuse_foreign(settings: TokenizerSettings, kind: str) -> None:
+    for name, builder in OWN_OPTIONS.items():
+        if _option(settings, name) not in (None, False, ()) and TOKENIZER_TYPES[kind] is not builder:
+            kinds = [known for known, its_builder in TOKENIZER_TYPES.items() if its_builder is builder]
+            raise TokenizerError(
+                f"--{name.replace('_', '-')} has no meaning for --tokenizer-type {kind}; it belongs to {', '.join(kinds)}."
+            )
+
+
+def _option(settings: TokenizerSettings, name: str) -> Any:
+    return getattr(settings, name, None)
+
+
+def _require(settings: TokenizerSettings, field: str, what: str, folder: bool = False) -> str:
+    path, flag = getattr(settings, field), "--" + field.replace("_", "-")
+    if not path:
+        raise TokenizerError(f"--tokenizer-type {settings.tokenizer_type} needs {flag} FILE ({what}).")
+    if not os.path.isfile(path) and not (folder and os.path.isdir(path)):
+        raise TokenizerError(f"{flag} {path}: no such file; give the path of {what}.")
+    return str(path)
+
+
+def _load(build: Callable[[], Tokenizer], flags: str) -> Tokenizer:
+    try:
+        return build()
+    except TokenizerError:
+        raise
+    # The libraries raise bare Exception, OSError or RuntimeError, depending on the fault.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise TokenizerError(
+            f"{flags} cannot be read as a tokenizer ({reason}); check that the file is whole and of the right kind."
+        ) from error

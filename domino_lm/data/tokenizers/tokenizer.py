@@ -1,0 +1,115 @@
+"""Text to token ids and back. All tokenizers read local files only.
+
+Encoding is shaped for batches: ``encode_batch`` takes many texts and returns one flat array with the lengths, so a
+faster tokenizer can be put behind the same seam.
+"""
+
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+PIECE_CHARACTERS = 1 << 20
+
+Ids = npt.NDArray[np.int32]
+Lengths = npt.NDArray[np.int64]
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be built from the flags given, or a text that it cannot encode."""
+
+
+class Tokenizer(Protocol):
+    """Turns text into token ids. Nothing is put before or after a text: an end-of-document token is the caller's."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, before any padding."""
+
+    @property
+    def eod(self) -> int | None:
+        """Id that ends a document; None when the vocabulary has none."""
+
+    @property
+    def pad(self) -> int | None:
+        """Id that the vocabulary calls padding, None when there is none; short samples are filled up without an id."""
+
+    @property
+    def uses_threads(self) -> bool:
+        """Whether several of its kind encode at the same time in threads of one process (they free the interpreter's lock)."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Ids of all texts back to back, and how many belong to each text."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def identity(self) -> dict[str, str]:
+        """Names the tokenizer by content: its kind and the hash of each file. Equal identities give equal ids."""
+
+
+def flatten(ids: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
+    """Ids of many texts as one array, and the length of each."""
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    return np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum())), lengths
+
+
+def cut_long_texts(texts: Sequence[str], border: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
+    """The texts, long ones in pieces of about PIECE_CHARACTERS that begin at a ``border``: number of the text, offset in it, piece.
+
+    Encoding a text of many megabytes at once takes up to a hundred times its size in memory. A border must be a place
+    where the tokenizer starts afresh whatever stands before and behind it.
+    """
+    for i, text in enumerate(texts):
+        begin = 0
+        while len(text) - begin > PIECE_CHARACTERS and (found := border.search(text, begin + PIECE_CHARACTERS)) is not None:
+            yield i, begin, text[begin : found.start()]
+            begin = found.start()
+        yield i, begin, text[begin:]
+
+
+def encode_pieces(
+    encode: Callable[[list[str]], tuple[Ids, Lengths]],
+    texts: Sequence[str],
+    border: re.Pattern[str],
+    spell: Callable[[str, int], str] = lambda piece, begin: piece,
+) -> tuple[Ids, Lengths]:
+    """What ``encode`` gives for all texts, called with a bounded number of characters at a time.
+
+    ``spell`` puts a piece that begins at an offset of its text in the form that ``encode`` takes.
+    """
+    if sum(map(len, texts)) <= PIECE_CHARACTERS:
+        return encode([spell(text, 0) for text in texts])
+    per_text = np.zeros(len(texts), np.int64)
+    ids: list[Ids] = []
+    pieces: list[str] = []
+    owners: list[int] = []
+    size = 0
+    for owner, begin, piece in cut_long_texts(texts, border):
+        pieces.append(spell(piece, begin))
+        owners.append(owner)
+        size += len(piece)
+        if size >= PIECE_CHARACTERS:
+            ids.append(_encode_group(encode, pieces, owners, per_text))
+            pieces, owners, size = [], [], 0
+    if pieces:
+        ids.append(_encode_group(encode, pieces, owners, per_text))
+    return np.concatenate(ids), per_text
+
+
+def _encode_group(encode: Callable[[list[str]], tuple[Ids, Lengths]], pieces: list[str], owners: list[int], per_text: Lengths) -> Ids:
+    """Ids of some pieces; adds their lengths to those of their texts."""
+    ids, lengths = encode(pieces)
+    np.add.at(per_text, owners, lengths)
+    return ids
+
+
+def sha256_of(path: str) -> str:
+    """Hash of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

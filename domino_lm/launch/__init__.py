@@ -1,0 +1,1 @@
+"""Whether a run may start, and what it is."""

@@ -1,0 +1,382 @@
+"""Refuses settings that cannot work together, before anything is built. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
+from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig
+from domino_lm.data.gpt_dataset import parse_split
+from domino_lm.data.indices import DatasetError
+from domino_lm.data.splits import sources_of
+
+MOMENT_STEP = 2**-5
+"""A bf16 moment is rounded to 2^-9 of itself; steps below 2^-5 of it would lose a sixteenth and more of what they add."""
+
+
+def check_run(run: RunConfig, world_size: int) -> None:
+    """Raise ConfigError naming every fault of ``run`` on ``world_size`` ranks: flags, values and the way out, one line each."""
+    faults = list(_number_faults(run))
+    faults = faults or [
+        *_layout_faults(run, world_size),
+        *_model_faults(run.model, run.parallel.tensor_model_parallel_size),
+        *_schedule_faults(run),
+        *_kernel_faults(run),
+        *_precision_faults(run),
+        *_data_faults(run),
+        *_length_faults(run, world_size),
+        *_optimizer_faults(run),
+        *_checkpoint_faults(run),
+    ]
+    refuse(faults)
+
+
+def check_model(model: ModelConfig, tp: int) -> None:
+    """Raise ConfigError naming every width of ``model`` that ``tp`` tensor-parallel ranks cannot share."""
+    refuse(list(_model_faults(model, tp)))
+
+
+def can_shard(model: ModelConfig, tp: int) -> bool:
+    """Whether ``tp`` tensor-parallel ranks can share every width of ``model``."""
+    return not any(_model_faults(model, tp))
+
+
+def widest_tensor_parallel(run: RunConfig, ranks: int) -> int:
+    """The most of ``ranks``, a divisor of them, that can share the model; 1 where none can, or where numbers are at fault."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    return 1 if any(_number_faults(run)) else max((size for size in sizes if can_shard(run.model, size)), default=1)
+
+
+def refuse(faults: Sequence[str]) -> None:
+    """Raise ConfigError with all ``faults``, where there are any."""
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
+    if faults:
+        raise ConfigError("\n".join([f"{len(faults)} settings cannot work:", *(f"  - {fault}" for fault in faults)]))
+
+
+def _number_faults(run: RunConfig) -> Iterator[str]:
+    """Values outside their own range, whatever the others are."""
+    positive = {
+        "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
+        "max_position_embeddings rotary_base rope_scaling_factor norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by",
+        "parallel": "tensor_model_parallel_size distributed_timeout_minutes",
+        "schedule": "domino_row_slices domino_column_slices recompute_num_layers ddp_bucket_size",
+        "kernels": "nccl_max_ctas cuda_device_max_connections",
+        "precision": "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        "optimizer": "lr lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples adam_eps",
+        "training": "micro_batch_size global_batch_size train_iters train_samples exit_interval exit_samples exit_duration_in_mins",
+        "checkpoint": "save_interval ckpt_step",
+        "logging": "log_interval tensorboard_log_interval timeline_iteration peak_tflops",
+    }
+    for part, names in positive.items():
+        for name in names.split():
+            value = getattr(getattr(run, part), name)
+            if value is not None and not 0 < value < float("inf"):
+                yield f"{_flag(name)} {value} must be above 0."
+    not_negative = {
+        "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad",
+        "training": "eval_interval eval_iters max_skipped_steps manual_gc_interval seed",
+        "data": "num_workers mid_level_dataset_surplus",
+    }
+    for part, names in not_negative.items():
+        for name in names.split():
+            value = getattr(getattr(run, part), name)
+            if not 0 <= value < float("inf"):
+                yield f"{_flag(name)} {value} must be 0 or more."
+    below_one = {"model": "attention_dropout hidden_dropout", "optimizer": "adam_beta1 adam_beta2"}
+    for part, names in below_one.items():
+        for name in names.split():
+            value = getattr(getattr(run, part), name)
+            if not 0 <= value < 1:
+                yield f"{_flag(name)} {value} must be at least 0 and below 1."
+
+
+def _layout_faults(run: RunConfig, world_size: int) -> Iterator[str]:
+    """Ranks and batch sizes that do not divide."""
+    tp = run.parallel.tensor_model_parallel_size
+    if world_size % tp:
+        yield (
+            f"--tensor-model-parallel-size {tp} does not divide the {world_size} ranks that were started; "
+            f"use {_either(_divisors(world_size))}, or start a multiple of {tp} ranks."
+        )
+        return
+    micro, batch = run.training.micro_batch_size, run.training.global_batch_size
+    replicas = data_parallel_size(run, world_size)
+    if batch is not None and batch % (micro * replicas):
+        step = micro * replicas
+        nearest = _either(sorted({max(step, batch // step * step), -(-batch // step) * step}))
+        yield (
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x data-parallel size {replicas} = {step}; "
+            f"use {nearest}."
+        )
+
+
+def _model_faults(model: ModelConfig, tp: int) -> Iterator[str]:
+    """Widths that do not divide among heads or ranks."""
+    heads, groups, split = model.num_attention_heads, model.query_groups, f"--tensor-model-parallel-size {tp}"
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield f"--hidden-size {model.hidden_size} does not divide into --num-attention-heads {heads}; change one, or give --kv-channels."
+    if heads % tp:
+        yield f"{split} does not divide --num-attention-heads {heads}; use a size of {_either(_divisors(heads))}."
+    if not model.group_query_attention and model.num_query_groups not in (1, heads):
+        yield f"--num-query-groups {groups} needs --group-query-attention; add it."
+    if heads % groups:
+        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use {_either(_divisors(heads))}."
+    elif groups % tp and heads % tp == 0:
+        yield f"{split} does not divide --num-query-groups {groups}; use a size of {_either(_divisors(groups))}."
+    if model.ffn_width < 1:
+        yield f"--hidden-size {model.hidden_size} with --swiglu gives an MLP of width 0; give --ffn-hidden-size."
+    elif model.ffn_width % tp:
+        yield f"{split} does not divide the MLP width {model.ffn_width}; give --ffn-hidden-size a multiple of {tp}."
+    if model.use_rope_scaling and model.position_embedding_type != "rope":
+        yield "--use-rope-scaling scales RoPE's frequencies; give --position-embedding-type rope, or leave it out."
+    if model.position_embedding_type == "rope":
+        if model.head_width % 2:
+            yield f"--position-embedding-type rope turns channels in pairs, but a head has {model.head_width}; use an even --kv-channels."
+    elif model.seq_length > model.position_rows:
+        yield (
+            f"--seq-length {model.seq_length} is longer than the position table of --max-position-embeddings {model.position_rows}; "
+            f"use at least {model.seq_length}."
+        )
+
+
+def _schedule_faults(run: RunConfig) -> Iterator[str]:
+    """Cuts that do not fit what they cut, and settings of a schedule that is not on."""
+    schedule, micro, tp = run.schedule, run.training.micro_batch_size, run.parallel.tensor_model_parallel_size
+    rows, columns, along = schedule.rows(micro, tp), schedule.domino_column_slices, schedule.row_dim(micro)
+    if schedule.schedule in ("baseline", "auto"):
+        cuts = {"domino_row_slices": 1, "domino_column_slices": 1, "domino_row_dim": None, "domino_pair": None}
+        given = [name for name, nothing in cuts.items() if getattr(schedule, name) not in (None, nothing)]
+        if given:
+            why = "which cuts nothing" if schedule.schedule == "baseline" else "which chooses the cut"
+            yield f"{_flag(given[0])} {getattr(schedule, given[0])} contradicts --schedule {schedule.schedule}, {why}; leave one out."
+            return
+    elif schedule.domino_calibration is not None:
+        yield f"--domino-calibration {schedule.domino_calibration} is for --schedule auto; give that, or leave it out."
+    yield from _row_faults(run, rows, along)
+    if run.model.hidden_size % columns:
+        yield (
+            f"--domino-column-slices {columns} does not divide --hidden-size {run.model.hidden_size}; "
+            f"use {_either(_divisors(run.model.hidden_size)[:8])}."
+        )
+    if schedule.domino_pair == "row-groups" and (along == "sequence" or rows < 2):
+        yield (
+            f"--domino-pair row-groups needs two groups of sequences, but --micro-batch-size {micro} gives {rows} row(s) along the "
+            f"{along}; raise it to 2 or more, or use --domino-pair micro-batches."
+        )
+    yield from _recompute_faults(run)
+    if schedule.use_distributed_optimizer and schedule.sharding == "no_shard":
+        yield "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard; leave one out."
+    if schedule.overlap_param_gather and schedule.sharding == "no_shard":
+        yield "--overlap-param-gather gathers what --use-distributed-optimizer updates by shares; give that too, or leave it out."
+
+
+def _row_faults(run: RunConfig, rows: int, along: str) -> Iterator[str]:
+    """Rows that there are no sequences or tokens for."""
+    micro, length, tp = run.training.micro_batch_size, run.model.seq_length, run.parallel.tensor_model_parallel_size
+    if along == "batch" and rows > micro:
+        yield (
+            f"--domino-row-slices {rows} asks for more rows than --micro-batch-size {micro} has sequences; use at most {micro}, "
+            "or cut along the sequence with --domino-row-dim sequence."
+        )
+    unit = tp if run.schedule.sequence_parallel else 1
+    if length % unit:
+        yield f"--sequence-parallel cuts --seq-length {length} over {tp} ranks; make it a multiple of {tp}."
+    elif along == "sequence" and rows > length // unit:
+        yield f"{rows} rows along the sequence do not fit --seq-length {length}; use --domino-row-slices {length // unit} or fewer."
+
+
+def _recompute_faults(run: RunConfig) -> Iterator[str]:
+    """Recompute settings that say nothing or too little."""
+    schedule, layers = run.schedule, run.model.num_layers
+    if schedule.recompute_granularity != "full":
+        given = [name for name in ("recompute_method", "recompute_num_layers") if getattr(schedule, name) is not None]
+        if given:
+            yield f"{_flag(given[0])} belongs to --recompute-granularity full; give that, or leave it out."
+    elif schedule.recompute_method is None:
+        yield "--recompute-granularity full needs --recompute-method uniform (all layers) or block (the first --recompute-num-layers)."
+    elif schedule.recompute_method == "block" and not 1 <= (schedule.recompute_num_layers or 0) <= layers:
+        yield f"--recompute-method block needs --recompute-num-layers from 1 to {layers}, the number of layers."
+
+
+def _kernel_faults(run: RunConfig) -> Iterator[str]:
+    """Groups that are not there, and steps that cannot be captured."""
+    kernels = run.kernels
+    unknown = [name for name in kernels.high_priority_stream_groups if name not in ("tp", "dp")]
+    if unknown:
+        yield f"--high-priority-stream-groups {' '.join(unknown)}: there are the groups tp and dp."
+    if kernels.cuda_graph and run.schedule.domino_pair == "micro-batches":
+        yield (
+            "--cuda-graph replays one micro-batch after the other, but --domino-pair micro-batches interleaves two; "
+            "leave one out, or use --domino-pair row-groups."
+        )
+    if kernels.cuda_graph and run.schedule.sharding == "optim_grads":
+        yield (
+            "--cuda-graph reads gradients where they were when it captured, but --data-parallel-sharding-strategy optim_grads "
+            "gives their memory back; use optim."
+        )
+    if kernels.cuda_graph and run.schedule.overlap_param_gather:
+        yield "--cuda-graph captures a step to its end, but --overlap-param-gather lets it reach into the next; leave one out."
+    if kernels.cuda_graph and kernels.cuda_graph_warmup_steps < 1:
+        yield f"--cuda-graph-warmup-steps {kernels.cuda_graph_warmup_steps}: at least one step must run before a capture."
+
+
+def _precision_faults(run: RunConfig) -> Iterator[str]:
+    """Two formats at once, a loss scale that nothing needs, and formats that lose what they should keep."""
+    precision = run.precision
+    if precision.bf16 and precision.fp16:
+        yield "--bf16 and --fp16 are both given; leave one out."
+    if precision.loss_scale is not None and not (precision.bf16 or precision.fp16):
+        yield f"--loss-scale {precision.loss_scale:g} has nothing to keep in range in fp32; leave it out, or give --fp16."
+    if precision.dynamic_loss_scale and precision.min_loss_scale > precision.initial_loss_scale:
+        yield f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale {precision.initial_loss_scale:g}; lower it."
+    if precision.gradient_dtype == "bfloat16" and not precision.bf16:
+        asked = "--grad-reduce-in-bf16" if precision.grad_reduce_in_bf16 else "--main-grads-dtype bf16"
+        yield f"{asked} belongs to --bf16; give that, or leave it out."
+    if precision.main_params_dtype != "fp32":
+        yield (
+            f"--main-params-dtype {precision.main_params_dtype}: a weight of 11 bits takes no update below 1/2048 of it, which is most of them; "
+            "leave it out."
+        )
+    for name, beta in (("exp_avg", run.optimizer.adam_beta1), ("exp_avg_sq", run.optimizer.adam_beta2)):
+        yield from _moment_faults(f"{name}_dtype", getattr(precision, f"{name}_dtype"), f"adam_beta{1 + (name != 'exp_avg')}", beta)
+
+
+def _moment_faults(name: str, kind: str, beta_name: str, beta: float) -> Iterator[str]:
+    """Formats of optimizer moments that gradients vanish in, or that stand still."""
+    if kind in ("fp16", "fp8"):
+        least = "6e-8" if kind == "fp16" else "1e-5"
+        yield f"{_flag(name)} {kind} holds nothing below {least}, where moments of clipped gradients lie; use bf16 or fp32."
+    elif kind == "bf16" and 1 - beta < MOMENT_STEP:
+        yield (
+            f"{_flag(name)} bf16 keeps 8 bits, but {_flag(beta_name)} {beta:g} moves a moment by {1 - beta:.2g} of it a step, "
+            f"which rounding swallows; use fp32, or a {_flag(beta_name)} of at most {1 - MOMENT_STEP:g}."
+        )
+
+
+def _data_faults(run: RunConfig) -> Iterator[str]:
+    """Data that is not named or named twice, tokenizers without their files."""
+    try:
+        sources = sources_of(run.data)
+        if parse_split(sources.split)[0] == 0 and not sources.per_split:
+            yield f"--split {sources.split} leaves nothing to train on; its first number must be above 0."
+        if sources.per_split and "train" not in sources.per_split:
+            yield "the paths of single splits leave out training: give --train-data-path too."
+    except DatasetError as error:
+        yield str(error)
+    if not run.data.data_sharding and run.data.dataloader_type != "cyclic":
+        yield "--no-data-sharding says how --dataloader-type cyclic deals samples out; give that too, or leave it out."
+    kind = run.tokenizer.tokenizer_type
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(run.tokenizer, name) is not None]
+    if kind is None and files:
+        yield f"{_flag(files[0])} {getattr(run.tokenizer, files[0])} is read by no tokenizer: give --tokenizer-type, or leave it out."
+    if kind is None and run.model.vocab_size is None:
+        yield "the vocabulary size is unknown: give --tokenizer-type with its files, or --vocab-size."
+    if kind is None:
+        resets = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(run.data, name)]
+        if resets:
+            yield f"{', '.join(map(_flag, resets))} must know the end-of-document id: give --tokenizer-type with its files."
+        return
+    needed = {"GPT2BPETokenizer": ["vocab_file", "merge_file"], "NullTokenizer": []}.get(kind, ["tokenizer_model"])
+    absent = [_flag(name) for name in needed if getattr(run.tokenizer, name) is None]
+    if kind == "NullTokenizer" and run.model.vocab_size is None:
+        absent = ["--vocab-size"]
+    if absent:
+        yield f"--tokenizer-type {kind} also needs {' and '.join(absent)}."
+
+
+def _length_faults(run: RunConfig, world_size: int) -> Iterator[str]:
+    """A run without an end or with two, a batch that does not grow evenly, collections that never come."""
+    training = run.training
+    if (training.train_iters is None) == (training.train_samples is None):
+        given = "neither is given" if training.train_iters is None else "both are given"
+        yield f"--train-iters or --train-samples says how long to train, but {given}; give one."
+    if training.train_samples is not None and training.train_samples < global_batch_size(run, world_size):
+        yield f"--train-samples {training.train_samples} does not fill one batch of {global_batch_size(run, world_size)} sequences; give more."
+    if training.manual_gc_interval and not training.manual_gc:
+        yield f"--manual-gc-interval {training.manual_gc_interval} belongs to --manual-gc; give that, or leave it out."
+    ramp = training.rampup_batch_size
+    if ramp is None:
+        return
+    words, full = " ".join(map(str, ramp)), global_batch_size(run, world_size)
+    if len(ramp) != 3 or min(ramp) < 1:
+        yield f"--rampup-batch-size {words}: three numbers above 0 are needed: first batch, increment, samples."
+        return
+    start, increment, _ = ramp
+    step = training.micro_batch_size * max(1, data_parallel_size(run, world_size))
+    if start > full or (full - start) % increment:
+        yield f"--rampup-batch-size {words} does not reach --global-batch-size {full} from {start} in steps of {increment}; change one."
+    elif start % step or (increment % step and start < full):
+        yield f"--rampup-batch-size {words}: first batch and increment must be multiples of --micro-batch-size x data-parallel size = {step}."
+
+
+def _optimizer_faults(run: RunConfig) -> Iterator[str]:
+    """Learning rates and schedule lengths out of order."""
+    optimizer = run.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; exchange or lower it."
+    if optimizer.lr_warmup_init > optimizer.lr:
+        yield f"--lr-warmup-init {optimizer.lr_warmup_init} is above --lr {optimizer.lr}; lower it."
+    yield from _unit_faults(run)
+    if optimizer.lr_warmup_fraction is not None:
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            if getattr(optimizer, name):
+                yield f"--lr-warmup-fraction and {_flag(name)} {getattr(optimizer, name)} both set the warm-up; leave one out."
+        if not 0 <= optimizer.lr_warmup_fraction < 1:
+            yield f"--lr-warmup-fraction {optimizer.lr_warmup_fraction} must be at least 0 and below 1."
+    for unit in ("iters", "samples"):
+        decay = getattr(optimizer, f"lr_decay_{unit}") or getattr(run.training, f"train_{unit}")
+        warmup, anneal = (getattr(optimizer, f"lr_{name}_{unit}") for name in ("warmup", "wsd_decay"))
+        if decay is not None and warmup >= decay:
+            yield f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} {_unit_name(unit)} of the decay; use less."
+        if decay is not None and anneal is not None and anneal + warmup > decay:
+            yield f"--lr-wsd-decay-{unit} {anneal} and the warm-up do not fit into the {decay} {_unit_name(unit)} of the schedule; use less."
+
+
+def _unit_faults(run: RunConfig) -> Iterator[str]:
+    """Lengths in iterations and samples mixed, and WSD without its decay or the other way round."""
+    optimizer = run.optimizer
+    by_samples = run.training.train_samples is not None
+    wrong, length = ("iters", "--train-samples") if by_samples else ("samples", "--train-iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        value = getattr(optimizer, f"{name}_{wrong}")
+        if value:
+            right = "samples" if by_samples else "iters"
+            yield f"{_flag(name)}-{wrong} {value} does not go with {length}, which counts otherwise; use {_flag(name)}-{right}."
+    anneal = optimizer.lr_wsd_decay_samples if by_samples else optimizer.lr_wsd_decay_iters
+    if optimizer.lr_decay_style == "WSD" and anneal is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{'samples' if by_samples else 'iters'}, the length of its decay."
+    elif optimizer.lr_decay_style != "WSD" and (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):
+        yield f"--lr-wsd-decay-iters and -samples belong to --lr-decay-style WSD, not {optimizer.lr_decay_style}; leave them out."
+
+
+def _unit_name(unit: str) -> str:
+    return "iterations" if unit == "iters" else unit
+
+
+def _checkpoint_faults(run: RunConfig) -> Iterator[str]:
+    """Settings of saving and loading without a folder."""
+    checkpoint = run.checkpoint
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        yield f"--save-interval {checkpoint.save_interval} has no folder to save in: give --save."
+    if checkpoint.no_save_optim and checkpoint.save is None:
+        yield "--no-save-optim says how to save, but nothing is saved: give --save, or leave it out."
+    schedules = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    for name in ("exit_on_missing_checkpoint", "finetune", "no_load_optim", "ckpt_step", *schedules):
+        if getattr(checkpoint, name) and checkpoint.load is None:
+            yield f"{_flag(name)} says how to load, but nothing is loaded: give --load, or leave it out."
+    if all(getattr(checkpoint, name) for name in schedules):
+        yield f"{' and '.join(map(_flag, schedules))} take the learning rate from either side; leave one out."
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))

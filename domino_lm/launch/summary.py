@@ -1,0 +1,279 @@
+"""What a run consists of, in a few lines: model, layout, step, schedule, memory, what is on and what has no effect.
+
+Nothing here imports torch, so that ``--dry-run`` answers at once, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from domino_lm.config.arguments import flat_values
+from domino_lm.config.batch_plan import BatchSchedule, data_parallel_size
+from domino_lm.config.schema import settings
+from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
+from domino_lm.launch.file_checks import calibration
+from domino_lm.schedule.passes import step_templates
+from domino_lm.schedule.plan import cut
+from domino_lm.simulate.auto import choose
+from domino_lm.simulate.costs import model_parts
+from domino_lm.simulate.hardware import HARDWARE, Hardware
+from domino_lm.simulate.memory import Memory, memory_of
+from domino_lm.simulate.predict import Schedule, Setting, step_plan
+
+MIB = 2**20
+ASSUMED_MACHINE = "dgx-h100"
+"""Where --dry-run simulates --schedule auto without a calibration."""
+
+SHARES = ("use_distributed_optimizer", "data_parallel_sharding_strategy", "overlap_param_gather")
+DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+SHOWN_MICRO_BATCHES = 3
+"""One step's memory is at its peak by then: later micro-batches repeat the earlier ones."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run on ``world_size`` ranks of ``device`` (cpu, cuda); its vocabulary is resolved."""
+
+    run: RunConfig
+    world_size: int
+    device: str = "cpu"
+    data: str = ""
+    """What is read, in words."""
+
+    ignored: Sequence[str] = ()
+    """Further flags without effect, each with the reason."""
+
+    def __str__(self) -> str:
+        rows = [
+            ("model", self.model()),
+            ("", self.parameters()),
+            ("layout", self.layout()),
+            ("step", self.step()),
+            ("length", self.length()),
+            ("data", self.data),
+            ("schedule", self.schedule()),
+            ("memory", self.memory()),
+            *(("on" if not index else "", text) for index, text in enumerate(switched_on(self.run, self.world_size))),
+            *(("ignored" if not i else "", text) for i, text in enumerate([*self.ignored, *without_effect(self.run, self.world_size)])),
+        ]
+        return "\n".join(f"{name:10}{text}" for name, text in rows if text)
+
+    def model(self) -> str:
+        """Shape and arithmetic."""
+        model = self.run.model
+        kind = f"{model.normalization}, {'SwiGLU' if model.swiglu else 'GELU'} of width {model.ffn_width}"
+        heads = f"{model.num_attention_heads} heads of {model.head_width}, {model.query_groups} query groups"
+        tied = "" if model.untie_embeddings_and_output_weights else ", output tied to the embedding"
+        return (
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {kind}, {model.position_embedding_type} positions, "
+            f"vocabulary {model.vocab_size}{tied}"
+        )
+
+    def parameters(self) -> str:
+        """True parameters of the whole model, and what one rank holds of them, vocabulary padding included."""
+        tp = self.run.parallel.tensor_model_parallel_size
+        held = sum(part.parameters for part in model_parts(self.run.model, tp, _eager(self.device)))
+        precision = self.run.precision.params_dtype
+        return f"{parameter_count(self.run.model):,} parameters, {held:,} on each rank, {precision} on {self.device}"
+
+    def layout(self) -> str:
+        """Ranks and how they share the work."""
+        tp = self.run.parallel.tensor_model_parallel_size
+        replicas = data_parallel_size(self.run, self.world_size)
+        first = f"; ranks 0 to {tp - 1} are the first model, {tp} to {2 * tp - 1} the second" if tp > 1 and replicas > 1 else ""
+        return f"{self.world_size} rank(s) = {tp} tensor-parallel x {replicas} data-parallel{first}"
+
+    def step(self) -> str:
+        """Sequences, tokens and micro-batches of one optimizer step."""
+        batches, length, micro = BatchSchedule.of(self.run, self.world_size), self.run.model.seq_length, self.run.training.micro_batch_size
+        count = batches.full // (micro * data_parallel_size(self.run, self.world_size))
+        ramp = (
+            f"; the batch grows from {batches.start} by {batches.increment} over {batches.ramp_samples:,} samples" if batches.ramps else ""
+        )
+        return (
+            f"{batches.full} sequences x {length} = {batches.full * length:,} tokens, in {count} micro-batch(es) of {micro} a replica{ramp}"
+        )
+
+    def length(self) -> str:
+        """Steps, samples and tokens of the whole run."""
+        batches = BatchSchedule.of(self.run, self.world_size)
+        return f"{batches.iterations:,} steps, {batches.samples:,} samples, {batches.samples * self.run.model.seq_length:,} tokens"
+
+    def schedule(self) -> str:
+        """Which schedule runs, and why."""
+        return schedule_reason(self.run, self.run.parallel.tensor_model_parallel_size)
+
+    def memory(self) -> str:
+        """Estimate of one rank, by kind."""
+        found = memory_estimate(self.run, self.world_size, self.device)
+        kinds = ", ".join(f"{kind} {_size(getattr(found, kind))}" for kind in ("weights", "gradients", "optimizer", "activations"))
+        return f"{_size(found.total)} a rank by estimate: {kinds}; the allocator and the libraries take more on top"
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the unsharded model, vocabulary padding left out."""
+    return sum(part.parameters for part in model_parts(replace(model, make_vocab_size_divisible_by=1), 1, _eager("cpu")))
+
+
+def memory_estimate(run: RunConfig, world_size: int, device: str) -> Memory:
+    """What one rank holds at the peak of a step. A schedule still to be chosen (auto) counts as the default one."""
+    tp, replicas, micro = run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size), run.training.micro_batch_size
+    config = replace(run.schedule, schedule=None) if run.schedule.schedule == "auto" else run.schedule
+    precision = run.precision
+    hardware = _eager(device, precision.element_bytes)
+    setting = Setting(model=run.model, hardware=hardware, tensor_parallel=tp, data_parallel=replicas, micro_batch_size=micro)
+    plan, shapes = step_plan(setting, Schedule(config))
+    count = min(SHOWN_MICRO_BATCHES, BatchSchedule.of(run, world_size).full // (micro * replicas))
+    return memory_of(
+        chain.from_iterable(step_templates(plan, count)),
+        shapes,
+        gradient_bytes=precision.gradient_bytes,
+        optimizer_bytes=precision.optimizer_bytes,
+    )
+
+
+def foreseen_schedule(run: RunConfig, world_size: int) -> tuple[RunConfig, str]:
+    """``run`` with the schedule that auto would take, and the table that says why; nothing is measured for it.
+
+    Simulates what ``--domino-calibration`` names or holds, else a machine that is known by its datasheet, and says so.
+    Raises ConfigError where nothing fits.
+    """
+    if run.schedule.schedule != "auto":
+        return run, ""
+    given, tp, replicas = run.schedule.domino_calibration, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
+    at_hand = given is not None and (not given.endswith(".json") or Path(given).exists())
+    hardware = replace(calibration(given if at_hand and given else ASSUMED_MACHINE), element_bytes=run.precision.element_bytes)
+    setting = Setting(
+        model=run.model,
+        hardware=hardware,
+        tensor_parallel=tp,
+        data_parallel=replicas,
+        micro_batch_size=run.training.micro_batch_size,
+        micro_batches=BatchSchedule.of(run, world_size).full // (run.training.micro_batch_size * replicas),
+    )
+    limit = hardware.device.memory_bytes / world_size if hardware.host_blocks else hardware.device.memory_bytes
+    choice = choose(setting, run.schedule, limit)
+    basis = f"as {given} says" if at_hand else f"assumed to be {ASSUMED_MACHINE}, since nothing is measured yet; the run itself decides"
+    told = f"what auto would choose on {hardware.name} ({basis}; activations of {hardware.element_bytes} bytes):\n{choice}"
+    return replace(run, schedule=choice.chosen.schedule), told
+
+
+def schedule_reason(run: RunConfig, tp_size: int) -> str:
+    """Which schedule runs, in words, and why."""
+    schedule, micro = run.schedule, run.training.micro_batch_size
+    if schedule.schedule == "auto":
+        return "auto: measures this machine when the run starts, simulates the cuts that fit and takes the fastest"
+    kind, rows, along = schedule.resolved(tp_size), schedule.rows(micro, tp_size), schedule.row_dim(micro)
+    pieces = []
+    if rows > 1:
+        sizes = cut(micro, rows) if along == "batch" else cut(run.model.seq_length, rows, tp_size if schedule.sequence_parallel else 1)
+        pieces.append(f"{rows} rows of {' + '.join(map(str, sizes))} {'sequences' if along == 'batch' else 'tokens'}")
+    if schedule.domino_column_slices > 1:
+        pieces.append(f"{schedule.domino_column_slices} column blocks")
+    if schedule.domino_pair is not None:
+        pieces.append(f"{schedule.domino_pair.replace('-', ' ')} paired")
+    if pieces:
+        what = "row" if rows > 1 else "block"
+        return f"{kind}, {', '.join(pieces)}: the all-reduce of one {what} travels while the others compute"
+    if schedule.schedule == "baseline":
+        return "baseline, as --schedule says: Megatron's order, nothing is cut"
+    if tp_size == 1:
+        return "baseline: one tensor-parallel rank has no all-reduce to hide (--domino-row-slices cuts all the same)"
+    return "domino with a single row, as the flags say: it hides next to nothing"
+
+
+def switched_on(run: RunConfig, world_size: int) -> Iterator[str]:
+    """What is not part of every run, one line each."""
+    yield from _formats(run)
+    schedule, tp, replicas = run.schedule, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
+    if schedule.sequence_parallel and tp > 1:
+        yield "sequence parallelism: norms, residuals and dropout are cut over tensor-parallel ranks"
+    if schedule.recompute_granularity is not None:
+        yield f"recompute, {schedule.recompute_granularity}: activations are computed again in backward"
+    if schedule.domino_defer_wgrad:
+        yield "weight gradients held back to fill waits"
+    if replicas > 1:
+        yield f"data-parallel reduction {'behind backward' if schedule.overlap_grad_reduce else 'after backward'}"
+        yield from _shared_out(schedule, replicas)
+    if run.model.attention_dropout > 0:
+        yield f"attention dropout {run.model.attention_dropout:g}: attention is spelled out, which is slower than the fused kernel"
+    if run.data.reset_attention_mask:
+        yield "attention ends at document ends: masks are materialised, which is slower"
+
+
+def _shared_out(schedule: ScheduleConfig, replicas: int) -> Iterator[str]:
+    """What data-parallel ranks keep shares of."""
+    if schedule.sharding != "no_shard":
+        what = "optimizer state" if schedule.sharding == "optim" else "optimizer state and gradients (reduced every micro-batch)"
+        gathers = "behind the next step's forward" if schedule.overlap_param_gather else "before the step ends"
+        yield f"distributed optimizer: each of {replicas} replicas keeps a share of {what}; updated parameters are gathered {gathers}"
+
+
+def _formats(run: RunConfig) -> Iterator[str]:
+    """Number formats that are not fp32 throughout."""
+    precision = run.precision
+    if precision.element_bytes < 4:
+        kept = f"gradients in {precision.gradient_dtype}, master weights in float32"
+        yield f"{precision.params_dtype}: weights, activations and tensor-parallel collectives; {kept}"
+    if precision.dynamic_loss_scale:
+        yield f"dynamic loss scale from {precision.initial_loss_scale:g}: the first steps are skipped until gradients fit"
+    elif precision.loss_scale is not None:
+        yield f"constant loss scale {precision.loss_scale:g}"
+    if (precision.exp_avg_dtype, precision.exp_avg_sq_dtype) != ("fp32", "fp32"):
+        yield f"optimizer moments kept in {precision.exp_avg_dtype} and {precision.exp_avg_sq_dtype}"
+
+
+def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings that differ from their defaults and change nothing in this run, with the reason."""
+    model, tp, replicas = run.model, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
+    rope, constant = model.position_embedding_type == "rope", run.optimizer.lr_decay_style == "constant"
+    dynamic, checked = run.precision.dynamic_loss_scale, run.training.check_for_nan_in_loss_and_grad
+    idle = {
+        "sequence_parallel": (tp == 1, "one tensor-parallel rank has nobody to share with"),
+        "domino_pair": (tp == 1, "one tensor-parallel rank has no all-reduce to hide"),
+        "ddp_bucket_size": (replicas == 1, "a single replica reduces nothing"),
+        "overlap_grad_reduce": (replicas == 1, "a single replica reduces nothing"),
+        **dict.fromkeys(SHARES, (replicas == 1, "a single replica has nobody to share with")),
+        "rotary_base": (not rope, "positions are learned"),
+        "max_position_embeddings": (rope, "RoPE has no table of positions"),
+        "bias_gelu_fusion": (model.swiglu, "--swiglu has no GELU"),
+        "min_lr": (constant, "--lr-decay-style constant keeps the rate"),
+        "lr_decay_iters": (constant, "--lr-decay-style constant keeps the rate"),
+        "lr_decay_samples": (constant, "--lr-decay-style constant keeps the rate"),
+        "eval_iters": (not run.training.eval_interval, "--eval-interval 0 evaluates nothing"),
+        "timeline_iteration": (run.logging.timeline is None, "--timeline names no file"),
+        "tensorboard_log_interval": (run.logging.tensorboard_dir is None, "--tensorboard-dir names no folder"),
+        "wandb_exp_name": (run.logging.wandb_project is None, "--wandb-project names no project"),
+        "wandb_save_dir": (run.logging.wandb_project is None, "--wandb-project names no project"),
+        "full_validation": (not run.training.eval_interval, "--eval-interval 0 evaluates nothing"),
+        "multiple_validation_sets": (not run.training.eval_interval, "--eval-interval 0 evaluates nothing"),
+        "distributed_timeout_minutes": (world_size == 1, "one rank waits for nobody"),
+        **dict.fromkeys(DYNAMIC_LOSS_SCALE, (not dynamic, "no loss scale is dynamic")),
+        "max_skipped_steps": (checked is not None, f"--{'' if checked else 'no-'}check-for-nan-in-loss-and-grad says what happens"),
+    }
+    values, defaults = flat_values(run), {item.name: item.default for item in settings()}
+    for name, (nothing, why) in idle.items():
+        if nothing and values[name] != defaults[name]:
+            yield f"--{name.replace('_', '-')} {values[name]}: {why}"
+
+
+def changed_settings(run: RunConfig) -> str:
+    """Every setting that is not at its default, part by part."""
+    lines: dict[str, list[str]] = {}
+    for item in settings():
+        value = getattr(getattr(run, item.part), item.name)
+        if value != item.default:
+            lines.setdefault(item.part, []).append(f"{item.name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
+    return "\n".join(f"{part:11}{', '.join(texts)}" for part, texts in lines.items())
+
+
+def _eager(device: str, element_bytes: int = 4) -> Hardware:
+    """A machine that computes with PyTorch's own kernels, which is all that shapes and memory ask of it."""
+    return replace(HARDWARE["dgx-h100"], name=device, element_bytes=element_bytes, fused=False)
+
+
+def _size(size_bytes: float) -> str:
+    return f"{size_bytes / MIB:,.1f} MiB" if size_bytes < 1024 * MIB else f"{size_bytes / MIB / 1024:,.1f} GiB"

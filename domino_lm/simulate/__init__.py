@@ -1,0 +1,1 @@
+"""What a plan costs on a machine, without running it."""

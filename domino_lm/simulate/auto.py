@@ -1,0 +1,143 @@
+"""Chooses a schedule: simulates the candidates on this machine's measured costs and takes the fastest that fits.
+
+Imports no torch; the measuring is `calibrate`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from domino_lm.config.settings import ConfigError, ScheduleConfig
+from domino_lm.simulate.predict import Prediction, Schedule, Setting, predict
+
+LATENCY_BOUND = 0.75
+"""A collective is latency-bound where one of a piece's size takes more than this share of the whole one's time: cutting it in
+two would then make it take one and a half times as long in all."""
+
+NO_FASTER = 1.02
+"""What is predicted within a fiftieth of the fastest is as fast; the one that is cut least is taken, since predictions miss more than that."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule, and what became of it."""
+
+    name: str
+    schedule: ScheduleConfig
+    prediction: Prediction | None = None
+    refused: str = ""
+    """Why it was not simulated, or does not fit."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The schedule that runs, and all that were considered."""
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        """A table of the candidates, fastest first."""
+        width = max(len(candidate.name) for candidate in self.candidates)
+        ran = sorted((c for c in self.candidates if c.prediction is not None), key=lambda c: _step_s(c))
+        lines = [f"{'schedule':{width}}  {'step ms':>9} {'exposed F':>9} {'exposed B':>9} {'memory GB':>9}"]
+        for candidate in ran:
+            prediction = candidate.prediction
+            assert prediction is not None
+            exposed = " ".join(f"{1e3 * prediction.exposed_s(phase):9.2f}" for phase in "FB")
+            mark = "  <- taken" if candidate is self.chosen else f"  {candidate.refused}"
+            lines.append(
+                f"{candidate.name:{width}}  {1e3 * prediction.step_s:9.2f} {exposed} {prediction.memory.total / 1e9:9.2f}{mark}".rstrip()
+            )
+        lines += [f"{candidate.name:{width}}  not tried: {candidate.refused}" for candidate in self.candidates if not candidate.prediction]
+        return "\n".join(lines)
+
+
+def choose(setting: Setting, asked: ScheduleConfig, memory_bytes: float | None = None) -> Choice:
+    """The fastest candidate for ``setting``, of equally fast ones the least cut, whose memory stays under ``memory_bytes``, by default the device's.
+
+    ``asked`` keeps its sequence parallelism, recompute and bucket settings; its cuts are what is chosen. Deterministic:
+    ranks that give the same arguments choose the same. Raises ConfigError where nothing fits.
+    """
+    limit = setting.hardware.device.memory_bytes if memory_bytes is None else memory_bytes
+    candidates = []
+    for name, cut in _cuts():
+        schedule = replace(asked, **{"schedule": "domino", "domino_row_slices": 1, "domino_wgrad_rows": "each", **cut})  # type: ignore[arg-type]
+        candidate = Candidate(name, schedule, refused=_obstacle(setting, schedule))
+        if not candidate.refused:
+            prediction = predict(
+                setting,
+                Schedule(schedule),
+                bucket_size=asked.ddp_bucket_size,
+                overlap_grad_reduce=asked.overlap_grad_reduce,
+            )
+            over = "" if prediction.memory.total <= limit else f"over the limit of {limit / 1e9:.2f} GB"
+            candidate = replace(candidate, prediction=prediction, refused=over)
+        candidates.append(candidate)
+    fitting = [candidate for candidate in candidates if candidate.prediction is not None and not candidate.refused]
+    if not fitting:
+        least = min(c.prediction.memory.total for c in candidates if c.prediction is not None)
+        raise ConfigError(
+            f"--schedule auto: every schedule needs more than the {limit / 1e9:.2f} GB of one rank, the smallest {least / 1e9:.2f} GB; "
+            "lower --micro-batch-size, raise --tensor-model-parallel-size, or give --recompute-granularity."
+        )
+    within_s = NO_FASTER * min(map(_step_s, fitting))
+    as_fast = [candidate for candidate in fitting if _step_s(candidate) <= within_s]
+    return Choice(min(as_fast, key=_pieces), tuple(candidates))
+
+
+def _cuts() -> Iterator[tuple[str, dict[str, object]]]:
+    """Candidates by name. The uncut order comes first, so that a tie goes to it."""
+    yield "uncut", {"schedule": "baseline"}
+    for columns in (2, 4):
+        yield f"{columns} columns", {"domino_column_slices": columns}
+    for wgrad, suffix in (("each", ""), ("together", ", wgrad together")):
+        for rows in (2, 3, 4):
+            yield f"{rows} rows{suffix}", {"domino_row_slices": rows, "domino_row_dim": "batch", "domino_wgrad_rows": wgrad}
+        for rows in (2, 4):
+            yield f"{rows} sequence rows{suffix}", {"domino_row_slices": rows, "domino_row_dim": "sequence", "domino_wgrad_rows": wgrad}
+    yield "paired", {"domino_pair": "micro-batches"}
+    yield "2 rows x 2 columns", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_column_slices": 2}
+    yield "row groups", {"domino_row_slices": 4, "domino_row_dim": "batch", "domino_pair": "row-groups"}
+    yield "2 rows, paired", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_pair": "micro-batches"}
+    yield "2 sequence rows, paired", {"domino_row_slices": 2, "domino_row_dim": "sequence", "domino_pair": "micro-batches"}
+
+
+def _obstacle(setting: Setting, schedule: ScheduleConfig) -> str:
+    """Why a candidate cannot run here, or should not be tried; empty where it can."""
+    rows, columns, model = schedule.rows(setting.micro_batch_size, setting.tensor_parallel), schedule.domino_column_slices, setting.model
+    if rows * columns > 1 and setting.tensor_parallel == 1:
+        return "one tensor-parallel rank has nothing to hide"
+    if schedule.domino_row_dim == "batch" and rows > setting.micro_batch_size:
+        return f"a micro-batch holds {setting.micro_batch_size} sequence(s)"
+    unit = setting.tensor_parallel if schedule.sequence_parallel else 1
+    if schedule.domino_row_dim == "sequence" and (rows > model.seq_length // unit or model.seq_length % unit):
+        return f"{model.seq_length} tokens cannot be cut so"
+    if model.hidden_size % columns:
+        return f"hidden size {model.hidden_size} does not divide by {columns}"
+    if schedule.domino_pair == "micro-batches" and setting.micro_batches < 2:
+        return "a step has one micro-batch"
+    if schedule.domino_column_slices > 1 and schedule.sequence_parallel:
+        return "columns hide nothing of the gathers of sequence parallelism"
+    return _latency_bound(setting, rows * columns)
+
+
+def _latency_bound(setting: Setting, pieces: int) -> str:
+    """Cutting a collective pays only while a smaller one is faster, by this machine's own figures."""
+    hardware, model = setting.hardware, setting.model
+    size_bytes = float(setting.micro_batch_size * model.seq_length * model.hidden_size * hardware.element_bytes)
+    group, _ = hardware.fabric.groups(setting.tensor_parallel, setting.data_parallel)
+    half, whole = (hardware.fabric.transfer("all_reduce", size_bytes / part, group).seconds for part in (pieces, max(1, pieces // 2)))
+    if pieces > 1 and half > LATENCY_BOUND * whole:
+        return f"an all-reduce of {size_bytes / pieces / 1024:.0f} KiB is latency-bound: {1e6 * half:.0f} us against {1e6 * whole:.0f} us uncut"
+    return ""
+
+
+def _step_s(candidate: Candidate) -> float:
+    assert candidate.prediction is not None
+    return candidate.prediction.step_s
+
+
+def _pieces(candidate: Candidate) -> int:
+    return (candidate.schedule.domino_row_slices or 1) * candidate.schedule.domino_column_slices

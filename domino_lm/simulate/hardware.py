@@ -1,0 +1,342 @@
+"""What a device takes for each kind of work, and the machines that are known by name.
+
+Sources stand beside the numbers. Those marked "assumed" have none better than an order of magnitude; results that
+hang on them should be looked at with other values, which ``dataclasses.replace`` makes easy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil, log
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from domino_lm.config.settings import ConfigError
+from domino_lm.simulate.links import Fabric, Link, MeasuredFabric
+
+GIB = 2**30
+# Output tiles of GEMM kernels, and how fast each runs against the largest: smaller ones load operands more often.
+# The ratios are assumed; they follow the operand traffic of a tile, (m + n) / (m n), where it exceeds what shared memory delivers.
+TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.75), (64, 64, 0.55))
+MAX_K_SPLITS = 16
+SPLIT_K_EFFICIENCY = 0.9
+"""Assumed: partial sums of a GEMM split along k are added in a second pass."""
+
+
+class Gemm(NamedTuple):
+    """``[m, k] x [k, n]``."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        """A multiplication and an addition a term."""
+        return 2.0 * self.m * self.n * self.k
+
+
+class CoreAttention(NamedTuple):
+    """Fused attention: ``flops`` of the products that are not masked; ``length`` keys that a query sees at most."""
+
+    flops: float
+    length: int
+    backward: bool
+
+
+class Pass(NamedTuple):
+    """Kernels that are bound by memory bandwidth; ``name`` finds a measured rate, ``launches`` counts the kernels."""
+
+    name: str
+    size_bytes: float
+    launches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, by its datasheet."""
+
+    peak_flops: float
+    """Dense, in the training dtype."""
+
+    gemm_efficiency: float
+    """Share of the peak that the largest GEMMs reach."""
+
+    units: int
+    """Streaming multiprocessors or compute units: output tiles run in waves of so many."""
+
+    memory_bytes_per_s: float
+    memory_efficiency: float
+    memory_bytes: float
+    kernel_s: float
+    """Device time that a kernel takes however small: ramp-up, tail, the gap to the next."""
+
+    launch_s: float
+    """Host time to enqueue one kernel; the device waits where it outruns the host."""
+
+    attention_efficiency: float
+    """Share of the peak that fused attention tends to at long sequences, forward."""
+
+    attention_half_length: float
+    """Keys at which it reaches half of that."""
+
+    def gemm_s(self, gemm: Gemm, element_bytes: int) -> float:
+        """Tile by tile in waves over the units, for the tile that is fastest; at least the time to move the operands."""
+        moved = element_bytes * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
+        unit_flops = self.peak_flops * self.gemm_efficiency / self.units
+        math_s = min(self._tiled_s(gemm, tile_m, tile_n, unit_flops * speed) for tile_m, tile_n, speed in TILES)
+        return self.kernel_s + max(math_s, moved / (self.memory_bytes_per_s * self.memory_efficiency))
+
+    def _tiled_s(self, gemm: Gemm, tile_m: int, tile_n: int, unit_flops: float) -> float:
+        tiles = min(ceil(gemm.m / tile_m) * ceil(gemm.n / tile_n), ceil(gemm.m / tile_n) * ceil(gemm.n / tile_m))
+        tile_s = 2.0 * tile_m * tile_n * gemm.k / unit_flops
+        whole = ceil(tiles / self.units) * tile_s
+        splits = min(MAX_K_SPLITS, self.units // tiles, gemm.k // 512) if tiles < self.units else 1
+        return min(whole, tile_s / splits / SPLIT_K_EFFICIENCY) if splits > 1 else whole
+
+    def attention_s(self, work: CoreAttention) -> float:
+        """Backward runs at 0.86 of forward's rate (63 against 73 % of A100's peak: FlashAttention-2, arXiv 2307.08691)."""
+        reached = self.attention_efficiency * work.length / (work.length + self.attention_half_length)
+        return self.kernel_s + work.flops / (self.peak_flops * reached * (0.86 if work.backward else 1.0))
+
+    def pass_s(self, work: Pass) -> float:
+        """Bytes over the memory's rate."""
+        return work.launches * self.kernel_s + work.size_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredDevice:
+    """One device as calibration saw it; kernels run on the thread that issues them."""
+
+    gemm_rates: tuple[tuple[float, float], ...]
+    """GEMMs by FLOPs: FLOPs, FLOPs a second."""
+
+    pass_rates: Mapping[str, float]
+    """Bytes a second by the name of the pass; ``default`` stands for names that are missing."""
+
+    attention_flops_per_s: tuple[float, float]
+    """Fused attention forward and backward."""
+
+    op_s: float
+    """Host time of one op of the plan beside its kernels."""
+
+    memory_bytes: float
+    peak_flops: float
+    """Of the best GEMM that was measured."""
+
+    launch_s: float = 0.0
+
+    def gemm_s(self, gemm: Gemm, element_bytes: int) -> float:
+        """By the rate of GEMMs of its size, linear in the logarithm of the FLOPs."""
+        rates = self.gemm_rates
+        size = min(max(gemm.flops, rates[0][0]), rates[-1][0])
+        high = next(i for i, (flops, _) in enumerate(rates) if flops >= size)
+        if high == 0:
+            return gemm.flops / rates[0][1]
+        (low_flops, low_rate), (high_flops, high_rate) = rates[high - 1], rates[high]
+        share = log(size / low_flops) / log(high_flops / low_flops)
+        return gemm.flops / (low_rate + share * (high_rate - low_rate))
+
+    def attention_s(self, work: CoreAttention) -> float:
+        """By the measured rate."""
+        return work.flops / self.attention_flops_per_s[work.backward]
+
+    def pass_s(self, work: Pass) -> float:
+        """By the rate that was measured under the pass's name."""
+        return work.size_bytes / self.pass_rates.get(work.name, self.pass_rates["default"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A machine that a plan can be simulated on."""
+
+    name: str
+    device: Device | MeasuredDevice
+    fabric: Fabric | MeasuredFabric
+    element_bytes: int = 2
+    """Of an activation: 2 for bf16, 4 for fp32."""
+
+    fused: bool = True
+    """Bias, dropout and residual add are one kernel each way (Megatron's kernels, torch.compile); False: eager PyTorch."""
+
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Where the numbers come from, for what was measured."""
+
+    @property
+    def host_blocks(self) -> bool:
+        """Whether ops run on the host itself, so that none is issued before the one before it has ended."""
+        return isinstance(self.device, MeasuredDevice)
+
+    @property
+    def composes_kernels(self) -> bool:
+        """Whether RMSNorm and grouped heads are put together from smaller kernels, which keep their results: PyTorch on CPUs does."""
+        return not self.fused and (self.host_blocks or self.name == "cpu")
+
+    @property
+    def op_s(self) -> float:
+        """Host time of one op that is part of the compute lane."""
+        return self.device.op_s if isinstance(self.device, MeasuredDevice) else 0.0
+
+    def without_contention(self) -> Hardware:
+        """The same machine, its collectives taking no compute."""
+        if isinstance(self.fabric, Fabric):
+            return replace(self, fabric=replace(self.fabric, compute_share=0.0))
+        points = tuple((size, seconds, 0.0) for size, seconds, _ in self.fabric.points)
+        return replace(self, fabric=replace(self.fabric, points=points))
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back."""
+        kinds = {"device": type(self.device).__name__, "fabric": type(self.fabric).__name__}
+        return json.dumps({**asdict(self), "kinds": kinds}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """The machine that `to_json` wrote. Raises ConfigError where the text is something else."""
+        classes = {kind.__name__: kind for kind in (Device, MeasuredDevice, Fabric, MeasuredFabric)}
+        try:
+            values: dict[str, Any] = json.loads(text)
+            kinds = values.pop("kinds")
+            for name in ("device", "fabric"):
+                values[name] = classes[kinds[name]](**{key: _frozen(value) for key, value in values[name].items()})
+            return cls(**values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"not a calibration file ({type(error).__name__}: {error}).") from error
+
+    def write_json(self, path: Path | str) -> None:
+        """Keep a calibration; `read_hardware` reads it back."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+
+def read_hardware(path: Path | str) -> Hardware:
+    """A machine from its JSON file, as `Hardware.write_json` writes it. Raises ConfigError where the file is something else."""
+    try:
+        return Hardware.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--hardware {path}: cannot be read: {error.strerror}; known names are {', '.join(HARDWARE)}.") from error
+    except ValueError as error:  # ConfigError, and bytes that are no text
+        raise ConfigError(f"--hardware {path}: {error}") from error
+
+
+def find_hardware(name: str) -> Hardware:
+    """The machine of that name, or of that JSON file. Raises ConfigError."""
+    if name in HARDWARE:
+        return HARDWARE[name]
+    if name.endswith(".json"):
+        return read_hardware(name)
+    raise ConfigError(f"--hardware {name} is neither known nor a .json calibration; known are {', '.join(HARDWARE)}.")
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict) and set(value) == {"bytes_per_s", "efficiency", "latency_s"}:
+        return Link(**value)
+    return value
+
+
+def _gpu(**values: float) -> Device:
+    """A GPU; what the vendors do not state is equal for all, and assumed."""
+    common: dict[str, Any] = {
+        "memory_efficiency": 0.85,  # assumed; STREAM-like kernels reach 0.8 to 0.92 of HBM's rate
+        "kernel_s": 2.5e-6,  # assumed: empty kernels back to back start every 2 to 3 microseconds
+        "launch_s": 5e-6,  # assumed: an eager PyTorch operator takes 4 to 8 microseconds of a server core
+        # FlashAttention-2 in Triton on H100, d = 128, forward: 329 TFLOPS at 512 keys, 477 at 16,384 (pytorch/benchmark pull request 2391);
+        # a kernel of the same design is assumed elsewhere.
+        "attention_efficiency": 0.48,
+        "attention_half_length": 230.0,
+    }
+    return Device(**{**common, **values})
+
+
+def _nvlink(bytes_per_s: float, efficiency: float) -> Link:
+    """A microsecond a hop is assumed; NCCL's own tuning table holds 0.6 (LL) to 4 (Simple) microseconds for NVLink."""
+    return Link(bytes_per_s=bytes_per_s, efficiency=efficiency, latency_s=1e-6)
+
+
+def _infiniband(bytes_per_s: float) -> Link:
+    """46 to 48 of 50 GB/s a port is what NVIDIA expects of NDR (nccl-tests issue 290); 5 microseconds a hop are assumed."""
+    return Link(bytes_per_s=bytes_per_s, efficiency=0.94, latency_s=5e-6)
+
+
+COLLECTIVE_OVERHEAD_S = 8e-6
+"""Assumed: start of the kernel and meeting of the ranks; small all-reduces on one DGX take 10 to 20 microseconds."""
+
+H100_COMPUTE_SHARE = 20 / 132
+"""DeepSeek-V3 (arXiv 2412.19437) sets 20 of 132 units aside to saturate NVLink and InfiniBand; NCCL's defaults are of that size."""
+
+_H100 = _gpu(
+    peak_flops=989e12,  # NVIDIA H100 SXM datasheet, bf16 dense
+    gemm_efficiency=0.73,  # 720 TFLOPS measured (SemiAnalysis, "MI300X vs H100 vs H200", December 2024)
+    units=132,
+    memory_bytes_per_s=3.35e12,
+    memory_bytes=80 * GIB,
+)
+_DGX_H100 = Fabric(
+    node_size=8,
+    local=_nvlink(450e9, 0.82),  # 900 GB/s both ways (datasheet); NCCL's ring reaches about 370 GB/s of bus bandwidth
+    network=_infiniband(50e9),  # eight 400 Gbit/s ports a node (DGX H100 datasheet)
+    overhead_s=COLLECTIVE_OVERHEAD_S,
+    switch_bytes_per_s=476e9,  # NVLink SHARP, "in the expected range" (nccl-tests issue 290)
+    compute_share=H100_COMPUTE_SHARE,
+)
+
+HARDWARE: dict[str, Hardware] = {
+    "dgx-a100": Hardware(
+        name="dgx-a100",
+        # NVIDIA A100 80GB SXM datasheet; 0.85: FlashAttention-2's and Megatron's papers count on 260 to 270 of 312 TFLOPS for large GEMMs
+        device=_gpu(peak_flops=312e12, gemm_efficiency=0.85, units=108, memory_bytes_per_s=2.04e12, memory_bytes=80 * GIB),
+        fabric=Fabric(
+            node_size=8,
+            local=_nvlink(300e9, 0.78),  # 600 GB/s both ways (datasheet); NCCL's ring reaches about 235 GB/s
+            network=_infiniband(25e9),  # eight 200 Gbit/s ports (DGX A100 datasheet)
+            overhead_s=COLLECTIVE_OVERHEAD_S,
+            compute_share=16 / 108,  # assumed
+        ),
+    ),
+    "dgx-h100": Hardware(name="dgx-h100", device=_H100, fabric=_DGX_H100),
+    "dgx-h200": Hardware(
+        name="dgx-h200",
+        device=replace(_H100, memory_bytes_per_s=4.8e12, memory_bytes=141e9),  # NVIDIA H200 datasheet; compute as H100
+        fabric=_DGX_H100,
+    ),
+    "dgx-b200": Hardware(
+        name="dgx-b200",
+        # DGX B200 datasheet (72 PFLOPS of sparse FP8 and 64 TB/s for eight); efficiency assumed as H100's
+        device=_gpu(peak_flops=2250e12, gemm_efficiency=0.73, units=148, memory_bytes_per_s=8e12, memory_bytes=180e9),
+        fabric=Fabric(
+            node_size=8,
+            local=_nvlink(900e9, 0.82),  # 1.8 TB/s both ways (datasheet); efficiency assumed as H100's
+            network=_infiniband(50e9),
+            overhead_s=COLLECTIVE_OVERHEAD_S,
+            switch_bytes_per_s=2 * 476e9,  # assumed: H100's, scaled with the link
+            compute_share=20 / 148,  # assumed
+        ),
+    ),
+    "gb200-nvl72": Hardware(
+        name="gb200-nvl72",
+        # GB200 NVL72 datasheet (360 PFLOPS of sparse bf16, 576 TB/s for 72); efficiency assumed as H100's
+        device=_gpu(peak_flops=2500e12, gemm_efficiency=0.73, units=148, memory_bytes_per_s=8e12, memory_bytes=186e9),
+        fabric=Fabric(
+            node_size=72,
+            local=_nvlink(900e9, 0.82),
+            network=_infiniband(50e9),
+            overhead_s=COLLECTIVE_OVERHEAD_S,
+            switch_bytes_per_s=2 * 476e9,  # assumed: H100's, scaled with the link
+            compute_share=20 / 148,  # assumed
+        ),
+    ),
+    "mi300x": Hardware(
+        name="mi300x",
+        # AMD MI300X datasheet; 620 TFLOPS measured (SemiAnalysis, as above)
+        device=_gpu(peak_flops=1307e12, gemm_efficiency=0.47, units=304, memory_bytes_per_s=5.3e12, memory_bytes=192e9),
+        fabric=Fabric(
+            node_size=8,
+            local=_nvlink(448e9, 0.70),  # seven Infinity Fabric links of 64 GB/s one way (datasheet); efficiency assumed
+            network=_infiniband(50e9),
+            overhead_s=COLLECTIVE_OVERHEAD_S,
+            compute_share=32 / 304,  # assumed
+        ),
+    ),
+}

@@ -1,0 +1,57 @@
+"""Memory of one device by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from domino_lm.schedule.ops import Kind, Op
+from domino_lm.simulate.activations import peak_activations
+from domino_lm.simulate.costs import MAIN_GRAD_BYTES, Shapes
+
+OPTIMIZER_BYTES = 8
+"""AdamW's two moments, fp32; a master weight of 4 comes on top where weights are narrower."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All kinds; the allocator's waste and the libraries' buffers come on top."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def memory_of(ops: Iterable[Op], shapes: Shapes, *, gradient_bytes: int = MAIN_GRAD_BYTES, optimizer_bytes: int | None = None) -> Memory:
+    """What a rank holds when the ops are at their peak, each kind at its own.
+
+    Where the plan shares them out, a rank keeps 1 / data-parallel size of the optimizer's state, and of gradients in fp32.
+    A gradient takes ``gradient_bytes``, what the optimizer keeps of a weight ``optimizer_bytes``: by default fp32 moments, and a
+    master weight where weights are narrower.
+    """
+    parameters, size = shapes.parameters, shapes.element_bytes
+    if optimizer_bytes is None:
+        optimizer_bytes = OPTIMIZER_BYTES + (4 if size < 4 else 0)
+    ops = list(ops)
+    gradients = float(parameters * gradient_bytes)
+    if shapes.slicing.sharding == "optim_grads":
+        gradients = shapes.updated * MAIN_GRAD_BYTES + peak_gradients(ops, shapes) * gradient_bytes
+    return Memory(parameters * size, gradients, shapes.updated * optimizer_bytes, peak_activations(ops, shapes))
+
+
+def peak_gradients(ops: Sequence[Op], shapes: Shapes) -> float:
+    """Most gradients that lie in buckets at once: a bucket is whole from the first op that writes into it until its reduction is redeemed."""
+    slicing, whole, peak = shapes.slicing, set[int](), 0.0
+    for op in ops:
+        if op.phase == "B" and op.kind in (Kind.LOCAL, Kind.WGRAD):
+            whole.update(slicing.buckets_of(op.part))
+            peak = max(peak, sum(shapes.bucket_elements(bucket) for bucket in whole))
+        elif op.phase == "S" and op.kind is Kind.WAIT and op.collective == "reduce_scatter":
+            whole.discard(op.part)
+    return peak

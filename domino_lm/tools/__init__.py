@@ -1,0 +1,1 @@
+"""What the commands run, one module or two per command."""

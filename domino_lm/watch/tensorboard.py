@@ -1,0 +1,121 @@
+"""TensorBoard events under Megatron's tags."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from domino_lm.watch.metrics import StepReport, perplexity
+
+SAMPLES_SUFFIX = " vs samples"
+TEXT_SUFFIX = "/text_summary"
+
+
+class TensorBoardLog:
+    """Scalars under Megatron's tags. One rank holds one; a disk that fails turns it off with a warning."""
+
+    def __init__(self, writer: Any, iteration: int, world_size: int | None = None) -> None:
+        self._writer = writer
+        self._begin = iteration
+        self._world_size = world_size
+
+    @classmethod
+    def open(cls, folder: str, iteration: int, consumed_samples: int, world_size: int | None = None) -> TensorBoardLog | None:
+        """Write events into ``folder``, made where it is missing; points beyond ``iteration`` are of a run that is now resumed and go.
+
+        ``world_size`` is recorded where it is given. None, with a warning, where the folder cannot be written.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank needs it
+
+        try:
+            os.makedirs(folder, exist_ok=True)
+            if iteration:
+                drop_later_points(folder, iteration, consumed_samples)
+            return cls(SummaryWriter(log_dir=folder), iteration, world_size)
+        except OSError as error:
+            warnings.warn(f"--tensorboard-dir {folder} cannot be written ({error}); training goes on without it.", stacklevel=2)
+            return None
+
+    def settings(self, values: dict[str, object]) -> None:
+        """Record every flag as a text, at the step that the run begins with."""
+        self._guard(lambda: [self._writer.add_text(name, str(value), self._begin) for name, value in values.items()])
+
+    def step(self, report: StepReport, throughput: float | None = None) -> None:
+        """Record one training step, with TFLOP/s per rank where asked; the time of a run's first step is start-up and stays out."""
+        values: dict[str, float | None] = {"learning-rate": report.learning_rate, "batch-size": report.batch_size}
+        if not report.skipped:
+            values |= {"lm loss": report.loss, "grad-norm": report.grad_norm}
+        values |= {
+            "loss-scale": report.loss_scale,
+            "num-zeros": report.num_zeros,
+            "params-norm": report.params_norm,
+            "world-size": self._world_size,
+        }
+        self._scalars({tag: value for tag, value in values.items() if value is not None}, report.iteration, report.consumed_samples)
+        timed = {"throughput": throughput} if throughput is not None else {}
+        if report.iteration > self._begin + 1:
+            timed["iteration-time"] = report.seconds
+        self._guard(lambda: [self._writer.add_scalar(tag, value, report.iteration) for tag, value in timed.items()])
+
+    def validation(self, iteration: int, consumed_samples: int, loss: float, suffix: str = "") -> None:
+        """Record one evaluation on the validation split; ``suffix`` tells several sets apart."""
+        values = {f"lm loss validation{suffix}": loss, f"lm loss validation{suffix} ppl": perplexity(loss)}
+        self._scalars(values, iteration, consumed_samples)
+
+    def close(self) -> None:
+        """Bring everything to the disk."""
+        self._guard(lambda: self._writer.close())
+
+    def _scalars(self, values: dict[str, float], iteration: int, consumed_samples: int) -> None:
+        def write() -> None:
+            for tag, value in values.items():
+                self._writer.add_scalar(tag, value, iteration)
+                self._writer.add_scalar(tag + SAMPLES_SUFFIX, value, consumed_samples)
+
+        self._guard(write)
+
+    def _guard(self, write: Any) -> None:
+        if self._writer is None:
+            return
+        try:
+            write()
+        except OSError as error:
+            warnings.warn(f"TensorBoard events can no longer be written ({error}); training goes on without them.", stacklevel=3)
+            self._writer = None
+
+
+def drop_later_points(folder: str, iteration: int, consumed_samples: int) -> None:
+    """Rewrite the event files of ``folder`` without scalars beyond ``iteration``, or beyond ``consumed_samples`` where that is their axis.
+
+    TensorBoard's own purge knows one axis only. Each file is replaced whole, and only where it holds such a point.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    for path in sorted(Path(folder).glob("events.out.tfevents.*")):
+        events = list(LegacyEventFileLoader(str(path)).Load())
+        kept = list(_without_later(events, iteration, consumed_samples))
+        if len(kept) == len(events):
+            continue
+        beside = path.with_name(".trimmed")  # a name that TensorBoard does not read
+        with open(beside, "wb") as file:
+            writer = RecordWriter(file)
+            for event in kept:
+                writer.write(event.SerializeToString())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+
+
+def _without_later(events: Iterable[Any], iteration: int, consumed_samples: int) -> Iterator[Any]:
+    for event in events:
+        tags = [value.tag for value in event.summary.value]
+        if any(tag.endswith(TEXT_SUFFIX) for tag in tags):
+            limit = iteration - 1  # the resumed run writes its own at `iteration`
+        else:
+            limit = consumed_samples if any(tag.endswith(SAMPLES_SUFFIX) for tag in tags) else iteration
+        if not tags or event.step <= limit:
+            yield event
