@@ -1,79 +1,12 @@
-"""Is my parallel run right? Takes the flags of training, under the same torchrun, and compares with a single rank.
+#!/usr/bin/env python3
+"""Is my parallel run right? Takes the flags of training, under the same torchrun, and compares with a single rank."""
 
-    torchrun --standalone --nproc-per-node 2 tools/verify.py --preset debug-gpt --tensor-model-parallel-size 2 ...
-
-Runs a few steps on one rank, on the requested layout in Megatron's order, and under the requested schedule, from the same
-initial weights and on the same samples; prints loss, gradient norm and the tensors that differ most, and what is normal.
-Exit code 0: all is normal; 3: something is not; 2: wrong flags.
-"""
-
-from __future__ import annotations
-
-import argparse
-import dataclasses
-import os
 import sys
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from domino_lm.config.arguments import parse_arguments
-from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
-from domino_lm.config.settings import RunConfig
-from domino_lm.launch.checks import check_run
-from domino_lm.pretrain import WRONG_SETTINGS, build_data, show_warning
-
-EXIT_WRONG_SETTINGS, EXIT_NOT_NORMAL = 2, 3
-
-
-def main() -> int:
-    """Parse, build, verify; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--verify-steps", type=int, default=3, help="steps of each run (default 3)")
-    parser.add_argument("--verify-dtype", choices=["float64", "float32"], default="float64", help="float64 tells a bug from rounding")
-    parser.add_argument("--verify-largest", type=int, default=200_000_000, help="parameters that one rank can hold; layers are cut to fit")
-    parser.epilog = "All flags of training follow; see python -m domino_lm.pretrain --help."
-    own, training_flags = parser.parse_known_args()
-    first = os.environ.get("RANK", "0") == "0"
-    warnings.showwarning = show_warning
-    try:
-        run = parse_arguments(training_flags)
-        check_run(run, int(os.environ.get("WORLD_SIZE", "1")))
-        return verify_run(run, own)
-    except WRONG_SETTINGS as error:
-        if first:
-            print(f"error: {error}", file=sys.stderr)
-        return EXIT_WRONG_SETTINGS
-
-
-def verify_run(run: RunConfig, own: argparse.Namespace) -> int:
-    """Build the data as training does and compare; rank 0 prints."""
-    import torch
-
-    from domino_lm.parallel.mesh import ParallelMesh
-    from domino_lm.tools.verify import cut_down, verify
-    from domino_lm.training.run_data import MicroBatches
-
-    with ParallelMesh.create(run.parallel) as mesh:
-        run, data, _ = build_data(run, mesh)
-        cut = cut_down(run.model, own.verify_largest)
-        dtype = getattr(torch, own.verify_dtype)
-        micro, batch = run.training.micro_batch_size, global_batch_size(run, mesh.world.size)
-        if mesh.world.rank == 0 and cut.num_layers < run.model.num_layers:
-            print(f"{run.model.num_layers} layers are too many for one rank: {cut.num_layers} of them are compared (--verify-largest)")
-        run = dataclasses.replace(run, model=cut)
-
-        def batches(on: ParallelMesh, step: int) -> list[object]:
-            replicas = data_parallel_size(run, mesh.world.size) if on is mesh else 1
-            taken = MicroBatches(data.train, step * batch, micro, on).take(batch // (micro * replicas))
-            return [dataclasses.replace(one, loss_mask=one.loss_mask.to(dtype)) for one in taken]
-
-        report, normal = verify(run, mesh, batches, own.verify_steps, dtype)  # type: ignore[arg-type]
-        if mesh.world.rank == 0:
-            print(report, flush=True)
-    return 0 if normal else EXIT_NOT_NORMAL
-
+from domino_lm.tools.verify import main
 
 if __name__ == "__main__":
     sys.exit(main())

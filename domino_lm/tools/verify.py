@@ -1,153 +1,72 @@
-"""Answers "is my parallel run right?": the same steps on one rank, on the requested layout, and under the requested schedule."""
+"""Is my parallel run right? Takes the flags of training, under the same torchrun, and compares with a single rank.
+
+    torchrun --standalone --nproc-per-node 2 tools/verify.py --preset debug-gpt --tensor-model-parallel-size 2 ...
+
+Runs a few steps on one rank, on the requested layout in Megatron's order, and under the requested schedule, from the same
+initial weights and on the same samples; prints loss, gradient norm and the tensors that differ most, and what is normal.
+Exit code 0: all is normal; 3: something is not; 2: wrong flags.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import argparse
+import dataclasses
+import os
+import sys
+import warnings
 
-import torch
-from torch import Tensor
+from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
+from domino_lm.config.settings import RunConfig
+from domino_lm.launch.checks import check_run
+from domino_lm.pretrain import WRONG_SETTINGS, build_data, show_warning
 
-from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
-from domino_lm.model.batch import MicroBatch
-from domino_lm.model.stack import Stack, build_stack
-from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
-from domino_lm.schedule.executor import Executor
-from domino_lm.training.optimizer import Optimizer, Shares
-
-NORMAL = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Relative differences that rounding alone makes over a few steps; a wrong collective makes 1e-2 and more.
-
-Gradients pass through a clip whose scale the optimizer takes in fp32, hence 1e-9 and not 1e-12 in float64.
-"""
-
-WORST_SHOWN = 3
-BASELINE = ScheduleConfig(schedule="baseline")
-MakeBatches = Callable[[ParallelMesh, int], Sequence[MicroBatch]]
+EXIT_WRONG_SETTINGS, EXIT_NOT_NORMAL = 2, 3
 
 
-@dataclass(frozen=True)
-class Steps:
-    """What a few steps of one way to run came to; the same on every rank."""
-
-    losses: list[float]
-    """Mean loss of each step's tokens."""
-
-    norms: list[float]
-    """Gradient norm of each step."""
-
-    gradients: dict[str, Tensor]
-    """Unsharded gradients of the first step, by name, on rank 0; empty elsewhere."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How far one way to run lies from the reference, as relative differences."""
-
-    name: str
-    loss: float
-    norm: float
-    tensors: dict[str, float]
-    """max|a - b| / max|b| of each gradient of the first step; one that is zero in the reference is left out."""
-
-    @property
-    def worst(self) -> list[tuple[str, float]]:
-        """Tensors that differ most."""
-        return sorted(self.tensors.items(), key=lambda item: -item[1])[:WORST_SHOWN]
-
-    def is_normal(self, tolerance: float) -> bool:
-        """Whether rounding explains everything; NaN explains nothing."""
-        return all(difference <= tolerance for difference in (self.loss, self.norm, *self.tensors.values()))
+def main() -> int:
+    """Parse, build, verify; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--verify-steps", type=int, default=3, help="steps of each run (default 3)")
+    parser.add_argument("--verify-dtype", choices=["float64", "float32"], default="float64", help="float64 tells a bug from rounding")
+    parser.add_argument("--verify-largest", type=int, default=200_000_000, help="parameters that one rank can hold; layers are cut to fit")
+    parser.epilog = "All flags of training follow; see python -m domino_lm.pretrain --help."
+    own, training_flags = parser.parse_known_args()
+    first = os.environ.get("RANK", "0") == "0"
+    warnings.showwarning = show_warning
+    try:
+        run = parse_arguments(training_flags)
+        check_run(run, int(os.environ.get("WORLD_SIZE", "1")))
+        return verify_run(run, own)
+    except WRONG_SETTINGS as error:
+        if first:
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_WRONG_SETTINGS
 
 
-def run_steps(run: RunConfig, mesh: ParallelMesh, schedule: ScheduleConfig, batches: MakeBatches, steps: int, dtype: torch.dtype) -> Steps:
-    """Train ``steps`` steps at the peak learning rate from the run's initial weights; ``batches(mesh, step)`` is this rank's share."""
-    stack = build_stack(run.model, mesh.tp, run.training.seed, dtype, mesh.device)
-    plan, gradients = prepare_plan(stack, mesh, schedule, run.training.micro_batch_size, run.model.seq_length)
-    optimizer = Optimizer(stack.parameters(), run.optimizer, mesh.tp, shares=Shares.of(gradients, mesh))
-    norms: list[float] = []
-    first: list[Tensor] = []
+def verify_run(run: RunConfig, own: argparse.Namespace) -> int:
+    """Build the data as training does and compare; rank 0 prints."""
+    import torch
 
-    def update() -> None:
-        if not first:
-            first.extend(gradients.whole(stack.parameters()))
-        norms.append(float(optimizer.step(run.optimizer.lr).grad_norm))
+    from domino_lm.parallel.mesh import ParallelMesh
+    from domino_lm.tools.comparison import cut_down, verify
+    from domino_lm.training.run_data import MicroBatches
 
-    executor = Executor(plan, stack, mesh, gradients, update, seed=run.training.seed, per_token_loss=run.training.calculate_per_token_loss)
-    losses = []
-    for step in range(steps):
-        loss = executor.run_step(batches(mesh, step), step)
-        total, tokens = mesh.dp.all_reduce(torch.stack([loss.loss_sum.double(), loss.tokens.double()])).tolist()
-        losses.append(total / max(tokens, 1))
-    return Steps(losses, norms, _unsharded(stack, mesh, first))
+    with ParallelMesh.create(run.parallel) as mesh:
+        run, data, _ = build_data(run, mesh)
+        cut = cut_down(run.model, own.verify_largest)
+        dtype = getattr(torch, own.verify_dtype)
+        micro, batch = run.training.micro_batch_size, global_batch_size(run, mesh.world.size)
+        if mesh.world.rank == 0 and cut.num_layers < run.model.num_layers:
+            print(f"{run.model.num_layers} layers are too many for one rank: {cut.num_layers} of them are compared (--verify-largest)")
+        run = dataclasses.replace(run, model=cut)
 
+        def batches(on: ParallelMesh, step: int) -> list[object]:
+            replicas = data_parallel_size(run, mesh.world.size) if on is mesh else 1
+            taken = MicroBatches(data.train, step * batch, micro, on).take(batch // (micro * replicas))
+            return [dataclasses.replace(one, loss_mask=one.loss_mask.to(dtype)) for one in taken]
 
-def compare(name: str, found: Steps, reference: Steps) -> Comparison:
-    """Largest relative differences of ``found``."""
-    tensors = {}
-    for key, expected in reference.gradients.items():
-        scale = expected.abs().max().item()
-        if scale > 0:
-            tensors[key] = (found.gradients[key] - expected).abs().max().item() / scale
-    return Comparison(name, _furthest(found.losses, reference.losses), _furthest(found.norms, reference.norms), tensors)
-
-
-def _furthest(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference; NaN where one occurs."""
-    differences = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found, expected, strict=True)]
-    return max(differences, key=lambda difference: (difference != difference, difference))
-
-
-def verify(run: RunConfig, mesh: ParallelMesh, batches: MakeBatches, steps: int, dtype: torch.dtype) -> tuple[str, bool]:
-    """A report for rank 0 to print, and whether all is normal, the same on every rank.
-
-    Rank 0 runs alone what one rank would do with the whole global batch, at the sizes of ``run``; then all ranks run the
-    requested layout, once in Megatron's order and once under the requested schedule.
-    """
-    single = ParallelMesh.single(mesh.device)
-    alone = run_steps(run, single, BASELINE, batches, steps, dtype) if mesh.world.rank == 0 else None
-    layout = run_steps(run, mesh, replace(BASELINE, ddp_bucket_size=run.schedule.ddp_bucket_size), batches, steps, dtype)
-    asked = run_steps(run, mesh, run.schedule, batches, steps, dtype)
-    if alone is None:
-        return "", bool(mesh.world.broadcast_object(None))
-    name = f"TP {mesh.tp.size} x DP {mesh.dp.size}"
-    comparisons = [compare(f"{name}, baseline", layout, alone), compare(f"{name}, as asked", asked, alone)]
-    normal = all(comparison.is_normal(NORMAL[dtype]) for comparison in comparisons)
-    mesh.world.broadcast_object(normal)
-    return _report(alone, [layout, asked], comparisons, dtype, normal), normal
-
-
-def cut_down(model: ModelConfig, largest: int) -> ModelConfig:
-    """``model`` with as many layers as keep it under ``largest`` parameters, at least one."""
-    hidden, width = model.hidden_size, model.head_width
-    attention = hidden * width * (2 * model.num_attention_heads + 2 * model.query_groups)
-    layer = attention + hidden * model.ffn_width * (3 if model.swiglu else 2)
-    vocabulary = (model.vocab_size or 0) * hidden * (2 if model.untie_embeddings_and_output_weights else 1)
-    return replace(model, num_layers=max(1, min(model.num_layers, (largest - vocabulary) // layer)))
-
-
-def _unsharded(stack: Stack, mesh: ParallelMesh, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Whole gradients on rank 0, tensor by tensor, so that no rank holds all shards at once."""
-    whole = {}
-    for parameter, gradient in zip(stack.parameters(), gradients, strict=True):
-        shards = mesh.tp.all_gather_object(gradient.cpu())
+        report, normal = verify(run, mesh, batches, own.verify_steps, dtype)  # type: ignore[arg-type]
         if mesh.world.rank == 0:
-            whole[parameter.spec.name] = parameter.spec.unshard(shards)[: parameter.spec.vocab_rows]
-    return whole
-
-
-def _report(alone: Steps, others: Sequence[Steps], comparisons: Sequence[Comparison], dtype: torch.dtype, normal: bool) -> str:
-    names = ["one rank, baseline", *(comparison.name for comparison in comparisons)]
-    width = max(map(len, names))
-    lines = [f"{'':{width}}  {'last loss':>14} {'gradient norm':>14} {'loss off by':>12} {'norm off by':>12}"]
-    lines.append(f"{names[0]:{width}}  {alone.losses[-1]:14.8f} {alone.norms[-1]:14.8f}")
-    for name, steps, found in zip(names[1:], others, comparisons, strict=True):
-        lines.append(f"{name:{width}}  {steps.losses[-1]:14.8f} {steps.norms[-1]:14.8f} {found.loss:12.1e} {found.norm:12.1e}")
-    for found in comparisons:
-        lines.append(f"gradients that differ most, {found.name}:")
-        lines += [f"  {difference:8.1e}  {name}" for name, difference in found.worst]
-    kind = str(dtype).removeprefix("torch.")
-    lines.append(f"normal for {kind}: relative differences up to {NORMAL[dtype]:.0e}")
-    lines.append("all is normal" if normal else "NOT NORMAL: rounding does not explain these differences")
-    return "\n".join(lines)
+            print(report, flush=True)
+    return 0 if normal else EXIT_NOT_NORMAL

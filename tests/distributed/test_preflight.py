@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.tools import node_checks
+from domino_lm.tools import node_checks, preflight
 from domino_lm.tools.node_checks import Limits, Report, check, own_facts
 from tests.rank_pool import RankPool
-from tools import preflight
 
 Ranks = Callable[[int], RankPool]
 PROGRAM = Path(__file__).parents[2] / "tools" / "preflight.py"

@@ -17,7 +17,7 @@ from domino_lm.config.settings import OptimizerConfig, RunConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.collectives import Communicator, Pending
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.tools.verify import cut_down, verify
+from domino_lm.tools.comparison import cut_down, verify
 from tests.distributed.models import GPT, LLAMA, MICRO_BATCH, MICRO_BATCHES, micro_batches
 from tests.distributed.test_schedules import COMBINATIONS
 from tests.rank_pool import RankPool

@@ -23,8 +23,8 @@ from domino_lm.simulate.hardware import HARDWARE, CoreAttention, Device, Gemm, H
 from domino_lm.simulate.links import PASSES, Fabric, Group, MeasuredFabric
 from domino_lm.simulate.memory import memory_of
 from domino_lm.simulate.predict import BASELINE, Setting, flops_per_token, optimum, predict
+from domino_lm.tools import simulate
 from domino_lm.tools.sweep import Grid, Point, sweep, write_csv
-from tools import simulate
 
 QUIET = settings(deadline=None)
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from domino_lm.schedule.timeline import Span, Timeline, read_trace
+from domino_lm.tools import plot_timeline
 from domino_lm.watch.report import write_report
-from tools import plot_timeline
 
 SPANS = (
     Span("m0 bodyF2.0", "compute", 0.0, 0.004),

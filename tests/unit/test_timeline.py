@@ -12,7 +12,7 @@ import pytest
 
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.timeline import Span, Timeline, TimelineError, read_trace
-from tools import plot_timeline
+from domino_lm.tools import plot_timeline
 
 SPANS = (
     Span("m0 bodyF2.0", "compute", 10.0, 10.4),
