@@ -19,10 +19,10 @@ from domino_lm.model.parameter import Parameter, ParameterFactory, ParameterSpec
 from domino_lm.model.stack import Stack, stack_of
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.graphs import build_executor
 from domino_lm.schedule.passes import serialize
+from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.simulate.costs import shapes_of
 from domino_lm.simulate.hardware import Hardware
 from domino_lm.simulate.links import Fabric

@@ -12,8 +12,8 @@ from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.stack import Stack, build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
+from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.training.optimizer import Optimizer, Shares
 
 NORMAL = {torch.float64: 1e-9, torch.float32: 1e-3}

@@ -22,9 +22,9 @@ from domino_lm.data.continued import DataRecord
 from domino_lm.model.parameter import dtype_of
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import StepLoss
 from domino_lm.schedule.graphs import build_executor
+from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import AnyRecorder, Recorder
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.timeline import Timeline

@@ -16,8 +16,8 @@ from domino_lm.model.stack import Stack, build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import DropoutKey, name_seed
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
+from domino_lm.schedule.prepare import prepare_plan
 from tests import reference
 
 MICRO_BATCH, MICRO_BATCHES, SEED = 5, 4, 11

@@ -16,8 +16,8 @@ from domino_lm.config.settings import ScheduleConfig
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
+from domino_lm.schedule.prepare import prepare_plan
 from tests.distributed.models import (
     GPT,
     MICRO_BATCH,

@@ -15,9 +15,9 @@ from domino_lm.config.settings import OptimizerConfig, ScheduleConfig, Sharding
 from domino_lm.launch.summary import memory_estimate
 from domino_lm.parallel.buckets import Bucket
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.ops import DP_LINK
+from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import Recorder
 from domino_lm.schedule.timeline import Timeline
 from domino_lm.training.optimizer import Optimizer, Shares

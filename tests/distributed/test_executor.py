@@ -13,11 +13,11 @@ from domino_lm.config.settings import ConfigError, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.collectives import Communicator, Pending
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import compare_plans, prepare_plan
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK
 from domino_lm.schedule.passes import serialize
 from domino_lm.schedule.plan import build_plan
+from domino_lm.schedule.prepare import compare_plans, prepare_plan
 from domino_lm.schedule.recorder import Recorder
 from tests.distributed.models import GPT, MICRO_BATCH, float64_stack, micro_batches, plan_gradients
 from tests.rank_pool import RankPool

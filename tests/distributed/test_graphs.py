@@ -20,9 +20,9 @@ from domino_lm.model.linear import Linear
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.graphs import GraphedExecutor, build_executor
+from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import Recorder
 from domino_lm.training.optimizer import Optimizer
 from domino_lm.training.trainer import Trainer

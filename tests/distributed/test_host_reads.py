@@ -11,8 +11,8 @@ import torch
 from domino_lm.config.settings import ModelConfig, OptimizerConfig, ScheduleConfig
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
+from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.training.optimizer import Optimizer
 from tests.distributed.models import GPT, LLAMA, MICRO_BATCH, SEED, micro_batches
 from tests.host_reads import host_reads

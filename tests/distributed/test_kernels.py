@@ -13,8 +13,8 @@ from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.model.kernels.backends import choose_kernels, install_kernels
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
+from domino_lm.schedule.prepare import prepare_plan
 from tests.distributed.models import GPT, LLAMA, MICRO_BATCH, SEED, Gradients, micro_batches, unsharded, worst_difference
 from tests.rank_pool import RankPool
 

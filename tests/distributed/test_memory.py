@@ -13,9 +13,9 @@ from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.passes import step_templates
+from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.simulate.costs import shapes_of
 from domino_lm.simulate.hardware import HARDWARE
 from domino_lm.simulate.memory import Memory, memory_of

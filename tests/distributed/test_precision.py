@@ -15,8 +15,8 @@ from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.launch.summary import memory_estimate
 from domino_lm.model.stack import Stack, build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
+from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.training.trainer import TrainingError
 from domino_lm.watch.metrics import StepReport
 from tests import reference

@@ -13,8 +13,8 @@ from domino_lm.config.settings import ScheduleConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.stack import Stack, build_stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.binding import prepare_plan
 from domino_lm.schedule.executor import Executor
+from domino_lm.schedule.prepare import prepare_plan
 from tests.distributed.models import unsharded
 from tests.golden.model_files import GOLDEN_MODELS, load_arrays, load_weights
 from tests.rank_pool import RankPool
