@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from domino_lm.parallel.random import DropoutKey
+
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,18 @@ class Row:
         )
 
 
-class RowContext:
-    """One part's view of one row: the row, what the part keeps from forward for backward, and what rows share.
+class Recorded(NamedTuple):
+    """Input and output of a core, and autograd's graph between them."""
 
-    Rows cut along the sequence depend on earlier ones where a core calls `extend`. Each such tensor goes back twice:
-    through its own row's graph, and through the leaves that later rows borrowed, whose gradients wait here.
+    leaf: Tensor
+    out: Tensor
+
+
+class RowContext:
+    """One part's view of one row: the row, what the part saves from forward for backward, and what rows share.
+
+    Rows cut along the sequence depend on earlier ones if a core calls `extend`. A shared tensor has two gradients: one from
+    its own row's graph, and one from the leaves that later rows borrowed, which is kept here until the row goes back.
     """
 
     __slots__ = ("_borrowed", "_shared_grads", "earlier", "row", "saved", "shared", "shares", "x")
@@ -140,10 +149,21 @@ class RowContext:
         self.earlier = earlier
         self.shares = shares  # whether later rows will borrow
         self.x: Tensor | None = None  # input of the first GEMM
-        self.saved: Any = None
+        self.saved: object = None  # a state of the part; its file defines them
         self.shared: list[Tensor] = []
         self._borrowed: list[tuple[RowContext, int, Tensor]] = []
         self._shared_grads: dict[int, Tensor] = {}
+
+    def state(self, kind: type[State]) -> State:
+        """What the part has saved, which the plan's order makes a ``kind`` here."""
+        assert isinstance(self.saved, kind), f"the part has saved a {type(self.saved).__name__}, not a {kind.__name__}"
+        return self.saved
+
+    def record(self, core: Callable[[Tensor, RowContext], Tensor], leaf: Tensor) -> Recorded:
+        """Run ``core`` on ``leaf`` and keep its graph for `backward`."""
+        leaf.requires_grad_()
+        with torch.enable_grad():
+            return Recorded(leaf, core(leaf, self))
 
     def extend(self, tensor: Tensor) -> list[Tensor]:
         """``tensor`` of this row behind the same one of all earlier rows, a list in the order of the rows."""

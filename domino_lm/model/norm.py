@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from domino_lm.model.batch import Row, RowContext
+from domino_lm.model.batch import Recorded, Row, RowContext
 from domino_lm.model.linear import accumulate_bias_grad
 from domino_lm.model.parameter import Parameter
 from domino_lm.model.part import Part
 
 
+class Joined(NamedTuple):
+    """What a row's norm keeps: the residual stream, its norm with autograd's graph between them, dropout, and what a core recorded."""
+
+    hidden: Tensor  # [s, b, h]
+    normed: Tensor | None  # [s, b, h]; None between `forget` and `rebuild`
+    keep: Tensor | None  # [s, b, h]
+    core: Recorded | None
+
+
 class NormPart(Part):
-    """``hidden = residual + dropout(branch + branch_bias + positions)``, then LayerNorm, or RMSNorm without ``bias``.
+    """``hidden = residual + dropout(core(branch + branch_bias + positions))``, then LayerNorm, or RMSNorm without ``bias``.
 
     ``branch_bias`` [h] belongs to the row-parallel linear before this part; ``positions`` [rows, h] is the learned
-    position table, in the first norm of the chain alone. All weights are replicated.
+    position table, in the first norm of the chain alone. A subclass may write ``core(branch, ctx)`` (a norm after the branch, a
+    multiplier), with weights of its own. All weights are replicated.
     """
 
+    explicit_weights = ("positions", "branch_bias", "weight", "bias")
     sharded = False
 
     def __init__(
@@ -48,15 +59,19 @@ class NormPart(Part):
         return self.kernels.normalise(hidden, self.weight, self.bias, self.epsilon)
 
     def keep(self, row: Row) -> Tensor | None:
-        """Which elements [s, b, h] of the branch stay, or None where nothing is dropped."""
+        """Which elements [s, b, h] of the branch stay, or None if nothing is dropped."""
         if self.dropout == 0 or row.dropout is None:
             return None
         return row.dropout.keep(self.site, self.columns, self.dropout)
 
     def join(self, branch: Tensor, residual: Tensor | None, row: Row, keep: Tensor | None) -> Tensor:
-        """The residual stream [s, b, h] after ``branch`` has joined it."""
+        """The residual stream [s, b, h] after ``branch``, without a core, has joined it."""
         positions = None if self.positions is None else self._positions_of(row)
         return self.kernels.join(branch, self.branch_bias, positions, keep, 1 / (1 - self.dropout), residual)
+
+    def join_core(self, made: Tensor, residual: Tensor | None, keep: Tensor | None) -> Tensor:
+        """The same for what the core ``made`` [s, b, h] of the branch."""
+        return self.kernels.join(made, None, None, keep, 1 / (1 - self.dropout), residual)
 
     def join_columns(self, columns: Tensor, residual: Tensor | None, row: Row, keep: Tensor | None) -> Tensor:
         """The same for a branch in column blocks, a view [s, b, c, h/c] of [c, s, b, h/c].
@@ -70,41 +85,51 @@ class NormPart(Part):
 
     def forward(self, branch: Tensor, residual: Tensor | None, row: Row) -> tuple[Tensor, Tensor]:
         """Normalised and plain residual stream, through autograd."""
-        hidden = self.join(branch, residual, row, self.keep(row))
+        keep = self.keep(row)
+        if self.has_core:
+            hidden = self.join_core(self.core(self.join(branch, None, row, None), RowContext(row)), residual, keep)
+        else:
+            hidden = self.join(branch, residual, row, keep)
         return self.norm(hidden), hidden
 
     def local(self, branch: Tensor, residual: Tensor | None, ctx: RowContext) -> tuple[Tensor, Tensor]:
-        """The same under the plan, of a branch [s, b, h] or [s, b, c, h/c]: only the norm is recorded, for `local_grad`."""
-        keep = self.keep(ctx.row)
-        join = self.join_columns if branch.dim() == 4 else self.join
-        hidden = join(branch, residual, ctx.row, keep).requires_grad_()
+        """The same under the plan, of a branch [s, b, h] or [s, b, c, h/c]: core and norm are recorded, for `local_grad`."""
+        keep, recorded = self.keep(ctx.row), None
+        if self.has_core:
+            whole = branch.flatten(2) if branch.dim() == 4 else branch
+            recorded = ctx.record(self.core, self.join(whole, None, ctx.row, None).detach())
+            hidden = self.join_core(recorded.out.detach(), residual, keep)
+        else:
+            hidden = (self.join_columns if branch.dim() == 4 else self.join)(branch, residual, ctx.row, keep)
+        return self._record(Joined(hidden, None, keep, recorded), ctx), hidden.detach()
+
+    def _record(self, joined: Joined, ctx: RowContext) -> Tensor:
+        """Normalise the residual stream, keep the graph, and return [s, b, h] without one."""
+        hidden = joined.hidden.requires_grad_()
         with torch.enable_grad():
             normed = self.norm(hidden)
-        ctx.saved = (hidden, normed, keep)
-        return normed.detach(), hidden.detach()
+        ctx.saved = joined._replace(normed=normed)
+        return normed.detach()
 
     def forget(self, ctx: RowContext) -> None:
         """Drop the normalised stream, for `rebuild`."""
-        hidden, _, keep = ctx.saved
-        ctx.saved = (hidden.detach(), None, keep)
+        joined = ctx.state(Joined)
+        ctx.saved = joined._replace(hidden=joined.hidden.detach(), normed=None)
 
     def rebuild(self, ctx: RowContext) -> Tensor:
         """Normalise the kept residual stream again: [s, b, h]."""
-        hidden, _, keep = ctx.saved
-        hidden.requires_grad_()
-        with torch.enable_grad():
-            normed = self.norm(hidden)
-        ctx.saved = (hidden, normed, keep)
-        return normed.detach()
+        return self._record(ctx.state(Joined), ctx)
 
     def normed(self, ctx: RowContext) -> Tensor:
         """The normalised stream [s, b, h] that `local` or `rebuild` left."""
-        tensor: Tensor = ctx.saved[1]
-        return tensor.detach()
+        normed = ctx.state(Joined).normed
+        assert normed is not None, "the plan rebuilds the norm before it is read"
+        return normed.detach()
 
     def local_grad(self, d_normed: Tensor, d_residual: Tensor | None, ctx: RowContext) -> tuple[Tensor, Tensor]:
         """Gradients [s, b, h] of branch and residual; accumulates those of all weights."""
-        hidden, normed, keep = ctx.saved
+        hidden, normed, keep, recorded = ctx.state(Joined)
+        assert normed is not None, "the plan rebuilds the norm before its gradient"
         weights = [self.weight] if self.bias is None else [self.weight, self.bias]
         d_hidden, *d_weights = torch.autograd.grad(normed, [hidden, *weights], d_normed)
         for weight, grad in zip(weights, d_weights, strict=True):
@@ -112,6 +137,8 @@ class NormPart(Part):
         if d_residual is not None:
             d_hidden = d_hidden.add_(d_residual)
         d_branch = d_hidden if keep is None else d_hidden * keep * (1 / (1 - self.dropout))
+        if recorded is not None:
+            d_branch = self.core_grad(recorded, d_branch, ctx)
         if self.branch_bias is not None:
             accumulate_bias_grad(self.branch_bias, d_branch)
         if self.positions is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from domino_lm.model.batch import Row, RowContext
+from domino_lm.model.batch import Recorded, Row, RowContext
 from domino_lm.model.kernels.kernel_set import PYTORCH, Kernels
 from domino_lm.model.linear import accumulate_bias_grad, gemm
 from domino_lm.model.parameter import Parameter
@@ -25,10 +26,47 @@ class Part:
     backward_collective: str | None = None
     couples_tokens: bool = False
     kernels: Kernels = PYTORCH
+    explicit_weights: ClassVar[tuple[str, ...]] = ()
+    """Attributes whose gradients the part forms itself; autograd finds those of all other weights, which `core` uses."""
 
     def parameters(self) -> Iterator[Parameter]:
         """The part's weights, in the order in which they were given to it."""
         return (value for value in vars(self).values() if isinstance(value, Parameter))
+
+    def core(self, h: Tensor, ctx: RowContext) -> Tensor:
+        """What lies between the explicit pieces of the part, differentiable in ``h``; the identity costs nothing."""
+        return h
+
+    @property
+    def has_core(self) -> bool:
+        """Whether the class has a `core` of its own."""
+        return type(self).core is not Part.core
+
+    def core_parameters(self) -> list[Parameter]:
+        """Weights that only the core uses, replicated over tensor-parallel ranks."""
+        found = vars(self).items()
+        return [value for name, value in found if isinstance(value, Parameter) and name not in self.explicit_weights]
+
+    def core_grad(self, recorded: Recorded, d_out: Tensor, ctx: RowContext) -> Tensor:
+        """Gradient of the core's input by that of its output; accumulates those of the core's own weights."""
+        own = self.core_parameters()
+        d_in, *d_own = ctx.backward(recorded.out, d_out, [recorded.leaf, *own])
+        for parameter, grad in zip(own, d_own, strict=True):
+            parameter.main_grad.add_(grad)
+        return d_in
+
+
+class FirstGemm(NamedTuple):
+    """A sharded part's first product [s, b, n/t], kept by recompute to run the core again."""
+
+    h: Tensor
+
+
+class SecondGemm(NamedTuple):
+    """Operands of the second weight's gradient: the core's output [s, b, m/t] and the part's output gradient [s, b, h]."""
+
+    mid: Tensor
+    dy: Tensor
 
 
 class ShardedPart(Part, ABC):
@@ -36,9 +74,11 @@ class ShardedPart(Part, ABC):
 
     The weights are local: ``w_in`` [n/t, h] with bias ``b_in`` [n/t], ``w_out`` [h, m/t]. Under the plan, ``body`` and
     ``tail`` go forward, ``body_grad``, ``tail_grad`` and ``wgrad`` back; the collectives between them are ops of the plan.
-    `forward` is the same arithmetic through plain autograd.
+    `forward` is the same arithmetic through plain autograd. A row's context holds a `Recorded` core after ``body``, a `FirstGemm`
+    or nothing if that is to be recomputed, and a `SecondGemm` after ``body_grad``.
     """
 
+    explicit_weights = ("w_in", "b_in", "w_out")
     sharded = True
     forward_collective = "all_reduce"
     backward_collective = "all_reduce"
@@ -60,24 +100,20 @@ class ShardedPart(Part, ABC):
 
     def _record(self, h: Tensor, ctx: RowContext) -> Tensor:
         """Run the core on ``h`` [s, b, n/t] as a leaf, keep its graph, and return its output [s, b, m/t] without one."""
-        h.requires_grad_()
-        with torch.enable_grad():
-            out = self.core(h, ctx)
-        ctx.saved = (h, out)
-        return out.detach()
+        ctx.saved = recorded = ctx.record(self.core, h)
+        return recorded.out.detach()
 
     def forget(self, ctx: RowContext, keep_gemm: bool) -> None:
         """Drop what the core keeps, and without ``keep_gemm`` the part's input and first GEMM too, for `rebuild`."""
-        h, _ = ctx.saved
-        ctx.saved = h.detach() if keep_gemm else None
+        ctx.saved = FirstGemm(ctx.state(Recorded).leaf.detach()) if keep_gemm else None
         ctx.x = ctx.x if keep_gemm else None
         ctx.forget_graph()
 
     def rebuild(self, ctx: RowContext, x: Tensor | None) -> None:
-        """Compute again what `forget` dropped; ``x`` [s, b, h] is the part's input where that was dropped too."""
+        """Compute again what `forget` dropped; ``x`` [s, b, h] is the part's input if that was dropped too."""
         ctx.restart()
         if x is None:
-            self._record(ctx.saved, ctx)
+            self._record(ctx.state(FirstGemm).h, ctx)
         else:
             self.body(x, ctx)
 
@@ -90,18 +126,10 @@ class ShardedPart(Part, ABC):
 
         Gradients of the core's own weights are accumulated here, since autograd finds them on the way.
         """
-        h, out = ctx.saved
-        own = self.core_parameters()
-        dh, *d_own = ctx.backward(out, self.kernels.linear.dgrad(dy, self.w_out), [h, *own])
-        for parameter, grad in zip(own, d_own, strict=True):
-            parameter.main_grad.add_(grad)
-        ctx.saved = (out.detach(), dy)
+        recorded = ctx.state(Recorded)
+        dh = self.core_grad(recorded, self.kernels.linear.dgrad(dy, self.w_out), ctx)
+        ctx.saved = SecondGemm(recorded.out.detach(), dy)
         return dh
-
-    def core_parameters(self) -> list[Parameter]:
-        """Weights that the core uses beside the two GEMMs, replicated over tensor-parallel ranks."""
-        gemms = {id(weight) for weight in (self.w_in, self.b_in, self.w_out)}
-        return [parameter for parameter in self.parameters() if id(parameter) not in gemms]
 
     def tail_grad(self, dh: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
         """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
@@ -109,7 +137,7 @@ class ShardedPart(Part, ABC):
 
     def wgrad(self, contexts: Sequence[RowContext], dh: Sequence[Tensor]) -> None:
         """Accumulate both weights' gradients and the first bias's, of all given rows in one GEMM each."""
-        mid, dy = (_join_rows(tensors) for tensors in zip(*(ctx.saved for ctx in contexts), strict=True))
+        mid, dy = (_join_rows(tensors) for tensors in zip(*(ctx.state(SecondGemm) for ctx in contexts), strict=True))
         dh_rows = _join_rows(dh)
         self.kernels.linear.accumulate_wgrad(self.w_out, dy, mid)
         self.kernels.linear.accumulate_wgrad(self.w_in, dh_rows, _join_rows([input_of(ctx) for ctx in contexts]))

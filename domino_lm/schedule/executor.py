@@ -97,9 +97,10 @@ class Executor:
         weights = self._loss_weights(tokens) if self._loss_scale is None else self._loss_weights(tokens) * self._loss_scale
         templates = self._bound_templates(len(micro_batches))
         values: list[Any] = [None] * len(self._slots)
-        for index, template in enumerate(templates):
-            batch, weight = (micro_batches[index], weights[index]) if index < len(micro_batches) else (None, None)
-            self._pass(template, values, batch, index % 2 if self.plan.paired else 0, weight)
+        with torch.autograd.set_multithreading_enabled(False):  # each op differentiates a piece too small to hand to another thread
+            for index, template in enumerate(templates):
+                batch, weight = (micro_batches[index], weights[index]) if index < len(micro_batches) else (None, None)
+                self._pass(template, values, batch, index % 2 if self.plan.paired else 0, weight)
         return StepLoss(self.loss_sum(), tokens.sum())
 
     def complete_gathers(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -47,6 +47,7 @@ LLAMA = replace(
 MODELS = {"gpt": GPT, "llama": LLAMA}
 
 Gradients = dict[str, Tensor]
+Build = Callable[[ModelConfig, Communicator], Stack]
 
 
 def float64_stack(model: ModelConfig, tp: Communicator) -> Stack:
@@ -92,10 +93,16 @@ def _in_documents(batch: MicroBatch) -> MicroBatch:
 
 
 def plan_gradients(
-    mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig, per_token: bool = False, seed: int = 0, documents: bool = False
+    mesh: ParallelMesh,
+    model: ModelConfig,
+    schedule: ScheduleConfig,
+    per_token: bool = False,
+    seed: int = 0,
+    documents: bool = False,
+    build: Build = float64_stack,
 ) -> tuple[float, Gradients]:
     """Summed loss and unsharded gradients by the plan."""
-    stack = float64_stack(model, mesh.tp)
+    stack = build(model, mesh.tp)
     plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH, model.seq_length)
     executor = Executor(plan, stack, mesh, gradients, lambda: None, seed=seed, per_token_loss=per_token)
     for iteration in (1, 2):  # the second step must not see the first one's gradients
@@ -105,10 +112,15 @@ def plan_gradients(
 
 @cache
 def autograd_gradients(
-    mesh: ParallelMesh, model: ModelConfig, per_token: bool = False, seed: int = 0, documents: bool = False
+    mesh: ParallelMesh,
+    model: ModelConfig,
+    per_token: bool = False,
+    seed: int = 0,
+    documents: bool = False,
+    build: Build = float64_stack,
 ) -> tuple[float, Gradients]:
     """The same by `Stack.forward` and plain autograd."""
-    stack = float64_stack(model, mesh.tp)
+    stack = build(model, mesh.tp)
     batches = micro_batches(mesh.dp, documents=documents)
     tokens = mesh.dp.all_reduce(torch.stack([batch.loss_mask.sum() for batch in batches]).sum())
     total = torch.zeros((), dtype=torch.float64)

@@ -44,7 +44,8 @@ def difference(found: Tensor, expected: Tensor) -> float:
 def forward_differences(mesh: ParallelMesh, kind: str) -> tuple[float, float]:
     golden = load_arrays(f"{kind}_tp1")
     stack, batch = golden_stack(kind, mesh)
-    local = stack.head.logits(stack.hidden_states(batch.whole()))  # [s, b, v/t]
+    row = batch.whole()
+    local = stack.head.logits(stack.hidden_states(row), row)  # [s, b, v/t]
     logits = torch.cat(mesh.tp.all_gather_object(local), -1)  # [s, b, v]
     losses = stack.forward(batch)
     return difference(logits.transpose(0, 1), golden["logits"]), difference(losses.t(), golden["per_token_loss"])

@@ -45,7 +45,8 @@ def our_logits(mesh: ParallelMesh, folder: str, tokens: torch.Tensor) -> torch.T
     stack = build_stack(replace(model, hidden_dropout=0.0, attention_dropout=0.0), mesh.tp, seed=0)
     load_checkpoint(folder, stack, None, mesh)
     batch = MicroBatch(tokens.t().contiguous(), tokens.t().contiguous(), torch.ones(tokens.t().shape))
-    local = stack.head.logits(stack.hidden_states(batch.whole()))  # [s, b, v/t]
+    row = batch.whole()
+    local = stack.head.logits(stack.hidden_states(row), row)  # [s, b, v/t]
     return torch.cat(mesh.tp.all_gather_object(local), -1).transpose(0, 1)
 
 
