@@ -23,7 +23,7 @@ from domino_lm.data.tokenizers.build import build_tokenizer
 from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
 from domino_lm.launch.checks import check_run
 from domino_lm.launch.file_checks import check_files, file_faults
-from domino_lm.launch.summary import RunSummary, changed_settings, foreseen_schedule
+from domino_lm.launch.summary import RunSummary, changed_settings, foreseen_schedule, plan_of_step
 
 if TYPE_CHECKING:
     from domino_lm.parallel.collectives import Communicator
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse_command(sys.argv[1:] if argv is None else argv, model_of_checkpoint)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         check_run(command.run, world_size)
-        if command.dry_run:
+        if command.dry_run or command.print_plan:
             return dry_run(command, world_size)
         try:
             check_files(command.run)
@@ -78,7 +78,10 @@ def model_of_checkpoint(folder: str, iteration: int | None) -> dict[str, object]
 
 
 def dry_run(command: Command, world_size: int) -> int:
-    """Say everything about a run on ``world_size`` ranks, from one process, without torch, and without writing anything."""
+    """Say everything about a run on ``world_size`` ranks, from one process, without torch, and without writing anything.
+
+    With ``--print-plan`` alone, print its plan and nothing else. Raises ConfigError if the model lacks the layer to print.
+    """
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
     run = command.run
@@ -86,10 +89,14 @@ def dry_run(command: Command, world_size: int) -> int:
     run = with_vocabulary(run, tokenizer)
     backend = run.parallel.distributed_backend or ("nccl" if NVIDIA_DRIVER.exists() else "gloo")
     device = {"nccl": "cuda", "gloo": "cpu"}[backend]
-    print(config_text(run, settings()))
     foreseen, candidates = foreseen_schedule(run, world_size)
+    plan = plan_of_step(foreseen, world_size, device, command.plan_layer) if command.print_plan else ""
+    if not command.dry_run:
+        print(plan)
+        return 0
+    print(config_text(run, settings()))
     print(RunSummary(foreseen, world_size, device, str(sources_of(run.data)), command.ignored))
-    for line in [candidates, *(f"missing   {fault}" for fault in file_faults(command.run))]:
+    for line in [candidates, plan, *(f"missing   {fault}" for fault in file_faults(command.run))]:
         if line:
             print(line)
     print("dry run: nothing was started and nothing written")

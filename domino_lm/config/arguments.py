@@ -42,6 +42,12 @@ class Command:
     dry_run: bool = False
     """Say what the run consists of, and stop."""
 
+    print_plan: bool = False
+    """Print the plan of a step, and stop."""
+
+    plan_layer: int | None = None
+    """The only layer of the plan that is printed."""
+
     ignored: tuple[str, ...] = ()
     """Flags of Megatron's that need no setting here, each with the reason."""
 
@@ -62,6 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", choices=sorted(PRESETS), help="Take a named model's settings; explicit flags win over them.")
     parser.add_argument("--config", metavar="FILE", help="Take settings from a TOML file; they win over --preset, and flags over both.")
     parser.add_argument("--dry-run", action="store_true", help="Say what the run consists of, memory included, and stop.")
+    parser.add_argument("--print-plan", action="store_true", help="Print the plan of a step, with a remark per op, and stop.")
+    parser.add_argument("--plan-layer", type=int, metavar="N", help="Print the plan of layer N (from 0) alone; implies --print-plan.")
     groups: dict[str, Any] = {}
     for setting in settings():
         if setting.part not in groups:
@@ -95,6 +103,8 @@ def parse_command(argv: Sequence[str], model_of_checkpoint: ModelOfCheckpoint | 
         raise ConfigError("; ".join(refused) + ".")
     flags = vars(found)
     dry_run, path, preset = flags.pop("dry_run", False), flags.pop("config", None), flags.pop(PRESET, None)
+    layer = flags.pop("plan_layer", None)
+    print_plan = flags.pop("print_plan", False) or layer is not None
     from_file = read_config(path, settings()) if path is not None else {}
     named_there = from_file.pop(PRESET, None)
     if named_there is not None and named_there not in PRESETS:
@@ -105,7 +115,7 @@ def parse_command(argv: Sequence[str], model_of_checkpoint: ModelOfCheckpoint | 
     taken = _from_checkpoint(values, model_of_checkpoint)
     run = config_from_values({**values, **taken})
     _require_needs(ignored, flat_values(run))
-    return Command(run, dry_run, tuple(ignored), tuple(f"{key} {value}" for key, value in taken.items()))
+    return Command(run, dry_run, print_plan, layer, tuple(ignored), tuple(f"{key} {value}" for key, value in taken.items()))
 
 
 def _completed(values: dict[str, object]) -> dict[str, object]:

@@ -16,12 +16,13 @@ from domino_lm.config.schema import settings
 from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
 from domino_lm.launch.file_checks import calibration
 from domino_lm.schedule.passes import step_templates
-from domino_lm.schedule.plan import cut
+from domino_lm.schedule.plan import Plan, cut
 from domino_lm.simulate.auto import choose
-from domino_lm.simulate.costs import model_parts
+from domino_lm.simulate.costs import Shapes, model_parts
 from domino_lm.simulate.hardware import HARDWARE, Hardware
 from domino_lm.simulate.memory import Memory, memory_of
 from domino_lm.simulate.predict import Schedule, Setting, step_plan
+from domino_lm.simulate.remarks import plan_text
 
 MIB = 2**20
 ASSUMED_MACHINE = "dgx-h100"
@@ -120,19 +121,29 @@ def parameter_count(model: ModelConfig) -> int:
 
 def memory_estimate(run: RunConfig, world_size: int, device: str) -> Memory:
     """What one rank holds at the peak of a step. A schedule still to be chosen (auto) counts as the default one."""
+    plan, shapes, count = _step(run, world_size, device)
+    return memory_of(
+        chain.from_iterable(step_templates(plan, min(SHOWN_MICRO_BATCHES, count))),
+        shapes,
+        gradient_bytes=run.precision.gradient_bytes,
+        optimizer_bytes=run.precision.optimizer_bytes,
+    )
+
+
+def plan_of_step(run: RunConfig, world_size: int, device: str, layer: int | None = None) -> str:
+    """The plan of a step, one op per line with a remark, or of one ``layer`` of it; see `plan_text`."""
+    plan, shapes, count = _step(run, world_size, device)
+    return plan_text(plan, shapes, count, layer)
+
+
+def _step(run: RunConfig, world_size: int, device: str) -> tuple[Plan, Shapes, int]:
+    """Plan, shapes and micro-batches of a full step."""
     tp, replicas, micro = run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size), run.training.micro_batch_size
     config = replace(run.schedule, schedule=None) if run.schedule.schedule == "auto" else run.schedule
-    precision = run.precision
-    hardware = _eager(device, precision.element_bytes)
+    hardware = _eager(device, run.precision.element_bytes)
     setting = Setting(model=run.model, hardware=hardware, tensor_parallel=tp, data_parallel=replicas, micro_batch_size=micro)
     plan, shapes = step_plan(setting, Schedule(config))
-    count = min(SHOWN_MICRO_BATCHES, BatchSchedule.of(run, world_size).full // (micro * replicas))
-    return memory_of(
-        chain.from_iterable(step_templates(plan, count)),
-        shapes,
-        gradient_bytes=precision.gradient_bytes,
-        optimizer_bytes=precision.optimizer_bytes,
-    )
+    return plan, shapes, BatchSchedule.of(run, world_size).full // (micro * replicas)
 
 
 def foreseen_schedule(run: RunConfig, world_size: int) -> tuple[RunConfig, str]:

@@ -5,7 +5,7 @@
     python tools/simulate.py --preset gpt3-13b --hardware gb200-nvl72 --sweep sweep/gpt3-13b
 
 All flags of training are understood; those below are added. Without --tensor-model-parallel-size, as many devices of a node as the
-model's widths allow share it. --timeline FILE.json draws the predicted step.
+model's widths allow share it. --timeline FILE.json draws the predicted step; --print-plan prints its plan instead of predicting it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from domino_lm.launch.checks import check_run, widest_tensor_parallel
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.simulate.hardware import HARDWARE, Hardware, find_hardware
 from domino_lm.simulate.links import Fabric
-from domino_lm.simulate.predict import MFU_FORMULA, SCHEDULES, Prediction, Schedule, Setting, optimum, predict, vocabulary_of
+from domino_lm.simulate.predict import MFU_FORMULA, SCHEDULES, Prediction, Schedule, Setting, optimum, predict, step_plan, vocabulary_of
+from domino_lm.simulate.remarks import plan_text
 from domino_lm.tools.sweep import Grid, plot, sweep, write_csv
 
 PHASES = {"forward": "F", "backward": "B", "step": "S"}
@@ -69,6 +70,7 @@ def parse_arguments(argv: Sequence[str]) -> Asked:
         text = f"comma-separated values for --sweep; default {','.join(map(str, value))}"
         group.add_argument(f"--sweep-{name.replace('_', '-')}", type=_numbers, default=None, metavar="N,N", help=text)
     group.add_argument("--processes", type=int, default=os.cpu_count(), help="processes of --sweep; default: all CPUs")
+    parser.set_defaults(print_plan=False, plan_layer=None)
     chosen, unknown = parser.parse_known_args(list(argv))
     if unknown:
         raise ConfigError(f"{' '.join(unknown)}: not a flag of this program. --help lists all flags.")
@@ -223,6 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = parse_arguments(sys.argv[1:] if argv is None else argv)
         if asked.chosen.sweep is not None:
             run_sweep(asked)
+            return 0
+        if asked.chosen.print_plan or asked.chosen.plan_layer is not None:
+            print(plan_text(*step_plan(asked.setting, Schedule(asked.run.schedule)), asked.setting.micro_batches, asked.chosen.plan_layer))
             return 0
         step, best = predicted(asked, Schedule(asked.run.schedule)), optimum(asked.setting, Schedule(asked.run.schedule))
         found = compare(asked) if asked.chosen.compare else {}

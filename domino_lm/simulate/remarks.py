@@ -1,0 +1,187 @@
+"""A plan in words: one line per op with a remark on what it computes, or what travels and behind which compute.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from operator import itemgetter
+
+from domino_lm.config.settings import ConfigError
+from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, Kind, Op, Slicing
+from domino_lm.schedule.passes import micro_batch, step_templates
+from domino_lm.schedule.plan import Plan
+from domino_lm.simulate.costs import Shapes, cost
+
+WORK = {
+    "LOCAL F": "{before} output joins the residual; norm before {after}",
+    "LOCAL B": "backward of norm; joins the gradient of the residual, goes on to {before}",
+    "BODY F": "{part}: first GEMM and activation",
+    "TAIL F": "{part}: output GEMM, a partial sum on each rank",
+    "BODY B": "{part}: dgrad of the output GEMM, backward of the activation",
+    "TAIL B": "{part}: dgrad of the first GEMM, a partial sum on each rank",
+    "WGRAD B": "{part}: weight gradients of both GEMMs",
+    "RECOMPUTE B": "{part}: computed again from what forward kept",
+    "LOSS F": "cross entropy, and the gradient of the logits",
+    "STEP S": "gradient norm, clipping, optimizer",
+    "BODY F attention": "attention: GEMM for queries, keys and values, then attention itself",
+    "BODY B attention": "attention: dgrad of the output GEMM, backward of attention itself",
+    "BODY F embedding": "embedding: which tokens lie in this rank's part of the vocabulary",
+    "TAIL F embedding": "embedding: look-up, zero for tokens of other ranks",
+    "BODY B embedding": "embedding: gradient of this rank's tokens",
+    "WGRAD B embedding": "embedding: gradient of the table",
+    "BODY F head": "head: logits and softmax statistics of this rank's part of the vocabulary",
+    "WGRAD B head": "head: weight gradient of the output layer",
+}
+"""What compute ops do, by kind and phase, and by part where one differs from the rest."""
+
+TRAVELS = {
+    "F all_reduce": "all-reduce {part} output",
+    "F reduce_scatter": "reduce-scatter {part} output",
+    "F all_gather": "gather {part} input",
+    "F statistics": "gather softmax statistics",
+    "B all_reduce": "all-reduce {part} dgrad",
+    "B reduce_scatter": "reduce-scatter {part} dgrad",
+    "B all_gather": "gather gradient of {part} output",
+    "B gather_input": "gather {part} input",
+    "S all_reduce": "all-reduce gradients of bucket {bucket}",
+    "S reduce_scatter": "reduce-scatter gradients of bucket {bucket}",
+    "S replica_sum": "sum gradients of bucket {bucket}",
+    "S all_gather": "gather parameters of bucket {bucket}",
+}
+"""What a collective does with which tensor, by phase and collective; what follows the verb is what its WAIT waits for."""
+
+
+def plan_text(plan: Plan, shapes: Shapes, micro_batches: int, layer: int | None = None) -> str:
+    """The plan of a step of ``micro_batches``, one op per line; with ``layer`` (from 0) only that layer's ops and those of its buckets.
+
+    Raises ConfigError if the model has no such layer.
+    """
+    slicing, stretches = plan.slicing, _stretches(plan, micro_batches)
+    parts = frozenset(range(len(slicing.chain))) if layer is None else parts_of_layer(slicing, layer)
+    ops = [op for _, stretch in stretches for op in stretch]
+    shown = [layer is None or _touches(op, parts, slicing) for op in ops]
+    width = max(len(str(op)) for op, wanted in zip(ops, shown, strict=True) if wanted)
+    texts = iter(zip(ops, shown, _remarks(ops, shapes), strict=True))
+    lines, position = [_heading(plan, shapes, len(ops))], 0
+    for heading, stretch in stretches:
+        lines += [heading] if heading else []
+        for wanted, group in groupby(islice(texts, len(stretch)), itemgetter(1)):
+            entries = [(position + i, op, remark) for i, (op, _, remark) in enumerate(group)]
+            position += len(entries)
+            lines += (
+                [f"{i:>4}  {op!s:<{width}}  {remark}" for i, op, remark in entries] if wanted else [f" ...  {len(entries)} of other parts"]
+            )
+    return "\n".join(lines)
+
+
+def _touches(op: Op, parts: frozenset[int], slicing: Slicing) -> bool:
+    """Whether an op is one of ``parts``, or carries their gradients or parameters."""
+    if op.phase == "S":
+        return op.kind is not Kind.STEP and bool(parts & slicing.buckets[op.part])
+    return op.part in parts
+
+
+def parts_of_layer(slicing: Slicing, layer: int) -> frozenset[int]:
+    """Numbers of a layer's parts: from the norm before one attention to the norm before the next, which is not among them."""
+    starts = [part - 1 for part, spec in enumerate(slicing.chain) if spec.couples_tokens]
+    if not 0 <= layer < len(starts):
+        raise ConfigError(f"--plan-layer {layer}: the model has {len(starts)} layer(s), numbered from 0; give 0 to {len(starts) - 1}.")
+    return frozenset(range(starts[layer], [*starts, slicing.last - 1][layer + 1]))
+
+
+def _stretches(plan: Plan, micro_batches: int) -> list[tuple[str, Sequence[Op]]]:
+    """What a step consists of, each stretch with its heading."""
+    if micro_batches == 1:
+        return [("", plan.ops)]
+    if not plan.paired:
+        last = "STEP" if plan.slicing.sharding == "optim_grads" else "reductions and STEP"
+        first = ", waits for parameters in the first alone" if micro_batch(plan, first=True) != micro_batch(plan) else ""
+        return [(f"for each of {micro_batches} micro-batches; {last} in the last alone{first}", plan.ops)]
+    opening, *pairs, end = step_templates(plan, min(micro_batches, 3))
+    headings = [f"backward of a micro-batch (m{i}) in turn with forward of the next (m{1 - i})" for i in range(len(pairs))]
+    return [
+        (f"forward of the first of {micro_batches} micro-batches", opening),
+        *zip(headings, pairs, strict=True),
+        ("backward of the last micro-batch, and the step's end", end),
+    ]
+
+
+def _heading(plan: Plan, shapes: Shapes, count: int) -> str:
+    slicing = plan.slicing
+    sizes = " + ".join(map(str, slicing.row_sizes))
+    rows = f"rows of {sizes} {'tokens' if slicing.sequence_rows else 'sequences'}" if slicing.rows > 1 else "one row"
+    columns = f", {slicing.cols} column blocks" if slicing.cols > 1 else ""
+    parallel = ", sequence parallel" if slicing.sequence_parallel else ""
+    return f"{count} ops, {rows}{columns}{parallel}; tensor-parallel {shapes.tensor_parallel}, data-parallel {shapes.data_parallel}"
+
+
+def _remarks(ops: Sequence[Op], shapes: Shapes) -> Iterator[str]:
+    """A remark for each of ``ops``, which repeat: what is still travelling at the end is redeemed in the next step."""
+    slicing, behind = shapes.slicing, _hidden_behind(ops, shapes.slicing)
+    for position, op in enumerate(ops):
+        text, before, after = (
+            part_name(slicing, part) if 0 <= part <= slicing.last else "" for part in (op.part, op.part - 1, op.part + 1)
+        )
+        if op.kind not in (Kind.START, Kind.WAIT):
+            key = f"{op.kind.name} {op.phase}"
+            yield WORK.get(f"{key} {text}", WORK[key]).format(part=text, before=before, after=after)
+            continue
+        text = TRAVELS[f"{op.phase} {op.collective}"].format(part=text, bucket=op.part)
+        link, ranks = ("DP", shapes.data_parallel) if op.lane == DP_LINK else ("TP", shapes.tensor_parallel)
+        if ranks == 1:
+            yield f"{text}: one {link} rank, nothing travels"
+        elif op.kind is Kind.START:
+            yield f"{text}, {_size(cost(op, shapes).transfer_bytes)}, {ranks} {link} ranks, behind {behind[position] or 'nothing'}"
+        else:
+            yield f"receives {text.partition(' ')[2]}, {f'hidden behind {behind[position]}' if behind[position] else 'exposed'}"
+
+
+def _hidden_behind(ops: Sequence[Op], slicing: Slicing) -> dict[int, str]:
+    """What is computed between each START and its WAIT, by the positions of both; nothing if nothing is."""
+    started, found = dict[Op, int](), dict[int, str]()
+    for position, op in enumerate([*ops, *ops]):
+        if op.kind is Kind.START and position < len(ops):
+            started[op._replace(kind=Kind.WAIT)] = position
+        elif op.kind is Kind.WAIT and op in started:
+            start = started.pop(op)
+            found[start] = found[position % len(ops)] = _activities([*ops, *ops][start:position], slicing)
+    return found
+
+
+def _activities(ops: Sequence[Op], slicing: Slicing) -> str:
+    """What ``ops``, the first one's collective on its way, compute: norms only alone, a weight gradient not beside its own dgrad."""
+    compute = [op for op in ops if op.lane == COMPUTE]
+    backward = {op._replace(kind=Kind.WGRAD, col=0) for op in compute if op.kind in (Kind.BODY, Kind.TAIL)}
+    main = [op for op in compute if op.kind is not Kind.LOCAL and op not in backward] or compute
+    names = list(dict.fromkeys(_activity(op, ops[0].micro, slicing) for op in main))
+    if len(names) == 2 and main[0].part == main[-1].part:
+        names[1] = names[1].removeprefix(f"{part_name(slicing, main[0].part)} ")
+    text = " and ".join(names)
+    return text if len(names) < 3 and len(text) < 45 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _activity(op: Op, micro: int, slicing: Slicing) -> str:
+    if op.kind is Kind.STEP:
+        return "the optimizer"
+    name = part_name(slicing, op.part)
+    what = {Kind.WGRAD: " wgrad", Kind.RECOMPUTE: " again"}.get(op.kind, " backward" if op.phase == "B" else "")
+    row = "" if slicing.rows == 1 else " of all rows" if op.row == ALL_ROWS else f" row {op.row}"
+    return f"{name}{what}{row}{f' of m{op.micro}' if op.micro != micro else ''}"
+
+
+def part_name(slicing: Slicing, part: int) -> str:
+    """What people call a part of the chain."""
+    if part in (0, slicing.last):
+        return "head" if part else "embedding"
+    spec = slicing.chain[part]
+    return "attention" if spec.couples_tokens else "MLP" if spec.sharded else "norm"
+
+
+def _size(size_bytes: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.1f} {unit}"
+    return f"{size_bytes:.0f} B"
