@@ -43,6 +43,7 @@ RUN_BY = {
     r"^make bench|^python benchmarks/head_to_head": f"{_COMMANDS}a_comparison_runs_at_a_tiny_size",
     r"predict_shaped\.py": f"{_COMMANDS}the_comparison_is_predicted_as_recorded_within_a_tenth",
     r"when_domino_pays\.py|paper_figures\.py": f"{_COMMANDS}predicted_tables_are_the_recorded_ones",
+    r"--print-plan": "unit/test_remarks.py::test_the_plans_that_the_document_shows_are_those_that_its_commands_print",
     r"simulate\.py": f"{_COMMANDS}the_simulator_answers_for_a_model_and_a_cluster",
     r"megatron_page$": f"{_COMMANDS}the_page_of_megatrons_flags_is_made_by_its_command",
     r"test_arguments\.py$": f"{_COMMANDS}the_command_line_is_recorded_again",
