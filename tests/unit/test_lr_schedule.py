@@ -115,6 +115,12 @@ def test_inverse_square_root_falls_from_the_peak_at_the_end_of_the_warm_up() -> 
     assert run.shape.at(64 * BATCH) == 0.3
 
 
+def test_inverse_square_root_holds_up_to_the_last_sample_of_its_decay() -> None:
+    run = schedule(OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style="inverse-square-root", lr_warmup_iters=4), train_iters=100)
+    assert run.shape.at(100 * BATCH) == pytest.approx(0.2)
+    assert run.shape.at(100 * BATCH + 1) == 0.1
+
+
 @pytest.mark.parametrize(
     ("style", "halfway"), [("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)]
 )

@@ -11,13 +11,7 @@ from domino_lm.model.parameter import ParameterSpec
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 from tests.distributed.models import MODELS
-
-
-class Shard(Communicator):
-    """Rank ``rank`` of ``size`` that never communicates."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.group = rank, size, None
+from tests.silent_rank import SilentRank
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -36,14 +30,14 @@ def test_gated_input_gives_each_rank_its_gate_rows_and_its_up_rows() -> None:
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_initial_weights_do_not_depend_on_the_ranks_that_hold_them(model: object) -> None:
     whole = build_stack(model, Communicator.single(), 5).parameters()  # type: ignore[arg-type]
-    halves = [build_stack(model, Shard(rank, 2), 5).parameters() for rank in (0, 1)]  # type: ignore[arg-type]
+    halves = [build_stack(model, SilentRank(rank, 2), 5).parameters() for rank in (0, 1)]  # type: ignore[arg-type]
     for parameter, first, second in zip(whole, *halves, strict=True):
         rows = parameter.spec.vocab_rows
         assert torch.equal(first.spec.unshard([first.data, second.data])[:rows], parameter.data[:rows]), parameter.spec.name
 
 
 def test_ranks_start_with_different_shards() -> None:
-    halves = [build_stack(MODELS["gpt"], Shard(rank, 2), 5).parameters() for rank in (0, 1)]
+    halves = [build_stack(MODELS["gpt"], SilentRank(rank, 2), 5).parameters() for rank in (0, 1)]
     cut = [(a, b) for a, b in zip(*halves, strict=True) if a.spec.shard_dim is not None and a.dim() == 2]
     assert cut
     assert not any(torch.equal(a, b) for a, b in cut)

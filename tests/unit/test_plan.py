@@ -323,9 +323,19 @@ def test_a_gradient_that_changes_while_its_bucket_travels_is_refused() -> None:
 
 def test_what_follows_the_step_is_refused_unless_it_gathers() -> None:
     plan = full_plan(1, 1, 1, False, 1)
-    wgrad = next(op for op in plan.ops if op.kind is Kind.WGRAD and op.part == 0)._replace(micro=1)
-    with pytest.raises(PlanError):
-        validate(plan.with_ops([*plan.ops, wgrad]))
+    with pytest.raises(PlanError, match=r"m1 bodyF0\.0, follows the optimizer's step"):
+        validate(plan.with_ops([*plan.ops, Op.parse("m1 bodyF0.0")]))
+
+
+@pytest.mark.parametrize(("rows", "cols", "which"), [(1, 1, "row 0, column 0"), (2, 1, "row 1, column 0"), (1, 2, "row 0, column 1")])
+def test_a_weight_gradient_before_its_rows_last_collective_has_left_is_refused(rows: int, cols: int, which: str) -> None:
+    plan = full_plan(1, rows, cols, True, 1)
+    ops = list(plan.ops)
+    last_start = max(i for i, op in enumerate(ops) if (op.kind, op.phase, op.part, op.row) == (Kind.START, "B", 2, rows - 1))
+    wgrad = ops.index(Op.parse(f"m0 wgradB2.{rows - 1}"))
+    ops.insert(last_start, ops.pop(wgrad))
+    with pytest.raises(PlanError, match=f"starts before the collective of {which} has left"):
+        validate(plan.with_ops(ops))
 
 
 def test_serial_plans_redeem_each_collective_at_once() -> None:

@@ -102,6 +102,16 @@ def test_a_changed_run_that_is_stopped_again_goes_on_to_the_bit(folder: Path, st
     assert first_tokens(again, stop, 60) == first_tokens(second, stop, 60)
 
 
+def test_every_epoch_that_a_longer_run_adds_comes_in_an_order_of_its_own(folder: Path) -> None:
+    dataset, orders = data(folder, "a", None, 25), []
+    for epoch in range(4):
+        orders.append(first_tokens(dataset, 25 * epoch, 25 * (epoch + 1)))
+        end = 25 * (epoch + 2)
+        dataset, _ = continue_data(kept(dataset, 25 * (epoch + 1)), data(folder, "a", None, end), 25 * (epoch + 1), end)
+    assert all(len(set(order)) == 25 for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+
+
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_a_longer_run_reads_whole_epochs_in_the_order_that_it_began_with(folder: Path, names: str) -> None:
     weights = None if names == "a" else [1, 2]

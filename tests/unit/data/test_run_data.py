@@ -39,6 +39,14 @@ def first_tokens(batches: MicroBatches, count: int) -> list[int]:
     return [int(token) for batch in batches.take(count) for token in batch.tokens[0]]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_micro_batch_knows_where_its_first_sample_stands_in_the_step(prefix: str, rank: int) -> None:
+    """Two ranks take two samples each in turn, and every step counts from 0 again."""
+    train = RunData.build(run(f"--data-path {prefix} --split 1,0,0"), None, mesh()).train
+    batches = MicroBatches(train, 0, 2, mesh(rank))
+    assert [[batch.sample_offset for batch in batches.take(3)] for _ in range(2)] == [[2 * rank, 2 * rank + 4, 2 * rank + 8]] * 2
+
+
 def test_a_full_validation_reads_every_sample_once_over_the_ranks(prefix: str) -> None:
     settings = run(f"--data-path {prefix} --split 1,1,0 --full-validation")
     data = RunData.build(settings, None, mesh())
