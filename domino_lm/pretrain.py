@@ -21,7 +21,7 @@ from domino_lm.data.loader import LoaderError
 from domino_lm.data.splits import sources_of
 from domino_lm.data.tokenizers.build import build_tokenizer
 from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
-from domino_lm.launch.checks import check_run
+from domino_lm.launch.checks import run_faults
 from domino_lm.launch.file_checks import check_files, file_faults
 from domino_lm.launch.summary import RunSummary, changed_settings, foreseen_schedule, plan_of_step
 
@@ -45,9 +45,8 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code. Rank 0 alone prints, each error once."""
     try:
-        command = parse_command(sys.argv[1:] if argv is None else argv, model_of_checkpoint)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        check_run(command.run, world_size)
+        command = parse_command(sys.argv[1:] if argv is None else argv, model_of_checkpoint, lambda run: run_faults(run, world_size))
         if command.dry_run or command.print_plan:
             return dry_run(command, world_size)
         try:
@@ -104,7 +103,7 @@ def dry_run(command: Command, world_size: int) -> int:
 
 
 def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
-    """Build everything that `check_run` found sound, and train; returns the exit code. ``ignored`` flags are told of."""
+    """Build everything that `run_faults` found sound, and train; returns the exit code. ``ignored`` flags are told of."""
     import torch  # from here on, since it takes seconds
 
     from domino_lm.checkpoint.index import CheckpointError

@@ -45,7 +45,6 @@ RUN_BY = {
     r"when_domino_pays\.py|paper_figures\.py": f"{_COMMANDS}predicted_tables_are_the_recorded_ones",
     r"--print-plan": "unit/test_remarks.py::test_the_plans_that_the_document_shows_are_those_that_its_commands_print",
     r"simulate\.py": f"{_COMMANDS}the_simulator_answers_for_a_model_and_a_cluster",
-    r"megatron_page$": f"{_COMMANDS}the_page_of_megatrons_flags_is_made_by_its_command",
     r"test_arguments\.py$": f"{_COMMANDS}the_command_line_is_recorded_again",
     r"merge_datasets\.py": f"{_COMMANDS}all_pairs_of_a_folder_become_one",
     r"convert_checkpoint\.py": f"{_COMMANDS}conversions_lead_from_one_to_the_next",

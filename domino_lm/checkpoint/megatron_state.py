@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import numpy
@@ -13,6 +12,8 @@ import torch
 
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.torch_files import values_of
+from domino_lm.config.canonical import without_redundant_settings
+from domino_lm.config.megatron_flags import megatron_flags
 from domino_lm.config.settings import ModelConfig
 
 CHECKPOINT_VERSION = 3.0
@@ -24,33 +25,12 @@ _SAME_NAME = (
     "attention_dropout hidden_dropout init_method_std vocab_size make_vocab_size_divisible_by"
 ).split()
 _SETTINGS = "global_batch_size micro_batch_size train_iters seed lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps".split()
-# What changes the arithmetic of a model and does not exist here, with the values that leave it alone.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
-    "multi_latent_attention": (False, None),
-    "qk_layernorm": (False, None),
-    "qk_l2_norm": (False, None),
-    "rotary_percent": (1.0,),
-    "rotary_interleaved": (False, None),
-    "rotary_seq_len_interpolation_factor": (None, 1),
-    "apply_residual_connection_post_layernorm": (False, None),
-    "layernorm_zero_centered_gamma": (False, None),
-    "apply_layernorm_1p": (False, None),
-    "squared_relu": (False, None),
-    "openai_gelu": (False, None),
-    "quick_geglu": (False, None),
-    "attention_output_gate": (False, None),
-    "softmax_type": ("vanilla", None),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
-    "mtp_num_layers": (None, 0),
-}
 
 
 def read_model(common: Mapping[str, Any], where: str) -> ModelConfig:
     """The model that a checkpoint's arguments describe.
 
-    Raises CheckpointError where there are no arguments, or where they ask for arithmetic that this program does not have.
+    Raises CheckpointError if there are no arguments, or if they ask for arithmetic that this program does not have.
     """
     args = values_of(common.get("args"))
     if "num_layers" not in args:
@@ -58,7 +38,9 @@ def read_model(common: Mapping[str, Any], where: str) -> ModelConfig:
             f"{where}: the checkpoint holds weights but no arguments of the run that made it, so its model is not known; "
             "give the model's flags (--num-layers, --hidden-size, --num-attention-heads, --seq-length, ...)"
         )
-    foreign = [f"{name} {args[name]}" for name, neutral in _NEUTRAL.items() if name in args and args[name] not in neutral]
+    zero_centered = {"apply_layernorm_1p": args.get("apply_layernorm_1p") or args.get("layernorm_zero_centered_gamma")}
+    found = [(flag.argument, {**args, **zero_centered}.get(flag.argument), flag) for flag in megatron_flags() if flag.changes_model]
+    foreign = [f"{name} {value}" for name, value, flag in found if not flag.is_off(value)]
     position = args.get("position_embedding_type", "learned_absolute")
     if args.get("use_rotary_position_embeddings"):
         position = "rope"
@@ -78,26 +60,7 @@ def read_model(common: Mapping[str, Any], where: str) -> ModelConfig:
     }
     if known.get("group_query_attention"):
         known["num_query_groups"] = args["num_query_groups"]
-    return plain(ModelConfig(**known))
-
-
-def plain(model: ModelConfig) -> ModelConfig:
-    """``model`` with settings left at their defaults that say no more than the defaults do."""
-    defaults = {item.name: item.default for item in fields(ModelConfig)}
-    values = {name: getattr(model, name) for name in defaults}
-    for name, resolved in (("ffn_hidden_size", "ffn_width"), ("kv_channels", "head_width"), ("max_position_embeddings", "position_rows")):
-        default = ModelConfig(**{**values, name: None})
-        if getattr(model, resolved) == getattr(default, resolved):
-            values[name] = None
-    if model.query_groups == model.num_attention_heads:
-        values |= {"group_query_attention": False, "num_query_groups": 1}
-    if model.position_embedding_type == "rope":
-        values["max_position_embeddings"] = None
-    else:
-        values["rotary_base"] = defaults["rotary_base"]
-    if not model.use_rope_scaling:
-        values["rope_scaling_factor"] = defaults["rope_scaling_factor"]
-    return ModelConfig(**values)
+    return without_redundant_settings(ModelConfig(**known))
 
 
 def arithmetic_of(common: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from domino_lm.checkpoint.megatron_distributed import read_common
 from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint
 from domino_lm.checkpoint.megatron_state import read_model
 from domino_lm.checkpoint.source import read_native_record
+from domino_lm.config.canonical import RESOLVED, without_redundant_settings
 from domino_lm.config.settings import ConfigError, ModelConfig
 
 LEFT_OPEN_TO_RESUME = {
@@ -26,31 +27,28 @@ LEFT_OPEN_TO_RESUME = {
 
 
 def refuse_other_model(mine: dict[str, Any], theirs: dict[str, Any], folder: str) -> None:
-    """Raise ConfigError where the settings of two models differ in what their weights or their function hang on."""
-    mine, theirs = spelt_out(mine), spelt_out(theirs)
-    differing = [name for name in mine if name not in LEFT_OPEN_TO_RESUME and name in theirs and mine[name] != theirs[name]]
+    """Raise ConfigError if the settings of two models differ in what their weights or their function depend on."""
+    here, there = _canonical(mine), _canonical(theirs)
+    differing = [name for name in here if name not in LEFT_OPEN_TO_RESUME and name in there and here[name] != there[name]]
     if differing:
-        words = ", ".join(f"--{name.replace('_', '-')} {theirs[name]} there, {mine[name]} here" for name in differing)
+        words = ", ".join(f"--{name.replace('_', '-')} {_value(theirs, name)} there, {_value(mine, name)} here" for name in differing)
         raise ConfigError(f"--load {folder} holds another model: {words}. Give the flags that it was trained with.")
 
 
-def spelt_out(model: dict[str, Any]) -> dict[str, Any]:
-    """A model's settings, or some of them, with what defaults stand for in place of the defaults, so that they compare."""
+def _canonical(model: dict[str, Any]) -> dict[str, Any]:
+    """A model's settings in one spelling; some of them alone, or those of another version, stay as they are."""
     try:
-        config = ModelConfig(**model)
-    except TypeError:  # some of them, or those of another version
+        return asdict(without_redundant_settings(ModelConfig(**model)))
+    except TypeError:
         return model
-    resolved: dict[str, Any] = {
-        "ffn_hidden_size": config.ffn_width,
-        "kv_channels": config.head_width,
-        "num_query_groups": config.query_groups,
-    }
-    resolved["group_query_attention"] = config.query_groups != config.num_attention_heads
-    learned = config.position_embedding_type == "learned_absolute"
-    resolved["max_position_embeddings"] = config.position_rows if learned else None
-    resolved["bias_gelu_fusion"] = None if config.swiglu else config.bias_gelu_fusion
-    resolved["rope_scaling_factor"] = config.rope_scaling_factor if config.use_rope_scaling else None
-    return {**model, **resolved, "rotary_base": None if learned else config.rotary_base}
+
+
+def _value(model: dict[str, Any], name: str) -> object:
+    """A setting's value, or what it resolves to if it is left to others."""
+    try:
+        return getattr(ModelConfig(**model), RESOLVED.get(name, name))
+    except TypeError:
+        return model[name]
 
 
 def settings_of_model(folder: Path | str, iteration: int | None = None) -> dict[str, object] | None:

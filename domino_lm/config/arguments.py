@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import textwrap
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
-from domino_lm.config.megatron_flags import NEEDS, flag_names, help_text, settle
+from domino_lm.config.flag_parser import DEFAULT, FlagParser
+from domino_lm.config.megatron_flags import REQUIRES, classify
 from domino_lm.config.presets import BESIDE_THE_MODEL, PRESETS
 from domino_lm.config.schema import NO_DEFAULT, Setting, parts, settings
-from domino_lm.config.settings import ConfigError, RunConfig
+from domino_lm.config.settings import ConfigError, RunConfig, refuse
 from domino_lm.config.toml_file import PRESET, read_config
 
 ALIASES = {
@@ -26,12 +25,12 @@ ALIASES = {
     "save_interval": ["--persistent-save-interval"],
     "cuda_graph": ["--enable-cuda-graph"],
 }
-SAYS: dict[str, tuple[str, object]] = {
+CONSTANT_FLAGS: dict[str, tuple[str, object]] = {
     "--disable-bias-linear": ("add_bias_linear", False),
     "--recompute-activations": ("recompute_granularity", "selective"),
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
 }
-"""Megatron's flags without a value that give a field one, where the field's own flag is another."""
+"""Megatron's flags without a value that set a field under another name: the field, and the value that they give it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +54,29 @@ class Command:
     """Settings that --use-checkpoint-args took over, each with its value."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+@dataclasses.dataclass
+class Flags:
+    """The words of a command line, sorted."""
+
+    values: dict[str, Any]
+    """By field name; what is not given, or is given a wrong value, is absent."""
+
+    ignored: list[str]
+    """Flags of Megatron's that are accepted without effect, each with the reason."""
+
+    faults: list[str]
+    """Unknown flags, refused flags and wrong values."""
+
+    wrong: Collection[str]
+    """Names of the settings with wrong values."""
+
+
+def build_parser() -> FlagParser:
     """Parser of every setting; what the command line does not name is absent from its result."""
-    parser = _Parser(
-        prog="domino-lm-pretrain",
-        description="Train a GPT or LLaMA model from scratch. Flags are spelled as Megatron spells them.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=_HelpFormatter,
-        epilog=help_text(),
-    )
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="Take a named model's settings; explicit flags win over them.")
+    parser = FlagParser("domino-lm-pretrain", "Train a GPT or LLaMA model from scratch. Flags are spelled as Megatron spells them.")
+    names = sorted(PRESETS)
+    text = f"Take a named model's settings; explicit flags win over them. The names are {', '.join(names)}."
+    parser.add_argument("--preset", choices=names, metavar="NAME", help=text)
     parser.add_argument("--config", metavar="FILE", help="Take settings from a TOML file; they win over --preset, and flags over both.")
     parser.add_argument("--dry-run", action="store_true", help="Say what the run consists of, memory included, and stop.")
     parser.add_argument("--print-plan", action="store_true", help="Print the plan of a step, with a remark per op, and stop.")
@@ -73,60 +84,80 @@ def build_parser() -> argparse.ArgumentParser:
     groups: dict[str, Any] = {}
     for setting in settings():
         if setting.part not in groups:
-            title = parts()[setting.part].__doc__
-            groups[setting.part] = parser.add_argument_group(setting.part, title)
-        _add_setting(groups[setting.part], setting)
+            groups[setting.part] = parser.add_argument_group(f"{setting.part}: {parts()[setting.part].__doc__.splitlines()[0].rstrip('.')}")
+        add_setting(groups[setting.part], setting)
     return parser
 
 
 ModelOfCheckpoint = Callable[[str, int | None], "dict[str, object] | None"]
-"""Settings of the model that the checkpoint in a folder holds, of an iteration or the latest; None where it holds none."""
+"""Settings of the model that the checkpoint in a folder holds, of an iteration or the latest; None if it holds none."""
+FaultsOf = Callable[[RunConfig], Iterable[str]]
+"""What keeps settings from working together, a line per fault."""
 
 
-def parse_arguments(argv: Sequence[str]) -> RunConfig:
+def parse_arguments(argv: Sequence[str], faults_of: FaultsOf | None = None) -> RunConfig:
     """Settings of one run from its command line; see `parse_command`."""
-    return parse_command(argv).run
+    return parse_command(argv, faults_of=faults_of).run
 
 
-def parse_command(argv: Sequence[str], model_of_checkpoint: ModelOfCheckpoint | None = None) -> Command:
-    """What a command line asks for; ``model_of_checkpoint`` answers where it asks for --use-checkpoint-args.
+def parse_command(argv: Sequence[str], model_of_checkpoint: ModelOfCheckpoint | None = None, faults_of: FaultsOf | None = None) -> Command:
+    """What a command line asks for; ``model_of_checkpoint`` answers if it asks for --use-checkpoint-args.
 
-    Raises ConfigError, with every unknown flag or every missing one in the one message. Whether the values work
-    together is `checks.check_run`'s business.
+    Raises ConfigError with all faults in the one message: unknown flags, refused flags, wrong values, missing settings, and
+    what ``faults_of`` finds in the settings, if all of them have a value.
     """
-    parser = build_parser()
-    found, unknown = parser.parse_known_args(list(argv))
-    ignored, refused, unknown = settle(unknown)
-    if unknown:
-        raise ConfigError(_unknown_message(unknown, parser))
-    if refused:
-        raise ConfigError("; ".join(refused) + ".")
-    flags = vars(found)
-    dry_run, path, preset = flags.pop("dry_run", False), flags.pop("config", None), flags.pop(PRESET, None)
-    layer = flags.pop("plan_layer", None)
-    print_plan = flags.pop("print_plan", False) or layer is not None
+    flags = read_flags(build_parser(), argv)
+    dry_run, layer = flags.values.pop("dry_run", False), flags.values.pop("plan_layer", None)
+    print_plan = flags.values.pop("print_plan", False) or layer is not None
+    try:
+        values = with_file_and_preset(flags.values)
+        taken = _from_checkpoint(values, model_of_checkpoint)
+    except ConfigError as error:
+        refuse([*flags.faults, str(error)])
+        raise
+    run = sound_run({**values, **taken}, flags, faults_of)
+    return Command(run, dry_run, print_plan, layer, tuple(flags.ignored), tuple(f"{key} {value}" for key, value in taken.items()))
+
+
+def read_flags(parser: FlagParser, argv: Sequence[str]) -> Flags:
+    """The flags of a command line that ``parser`` or the table of Megatron's flags knows, and the faults of the others."""
+    found, unknown = parser.parse_known_args(argv)
+    ignored, refused, unknown = classify(unknown)
+    faults = [*parser.unknown_faults(unknown), *(f"{text}." for text in refused), *parser.faults]
+    return Flags(vars(found), ignored, faults, parser.wrong)
+
+
+def with_file_and_preset(flags: dict[str, Any]) -> dict[str, Any]:
+    """Values of flags, the file that --config names, and the preset that either names. Raises ConfigError for a wrong file."""
+    given = dict(flags)
+    path, preset = given.pop("config", None), given.pop(PRESET, None)
     from_file = read_config(path, settings()) if path is not None else {}
     named_there = from_file.pop(PRESET, None)
     if named_there is not None and named_there not in PRESETS:
         raise ConfigError(f"--config {path}: preset {named_there!r} is none of {', '.join(sorted(PRESETS))}.")
     name = preset or named_there
-    preset_values = {**BESIDE_THE_MODEL, **PRESETS[str(name)]} if name else {}
-    values = _completed({**preset_values, **from_file, **flags})
-    taken = _from_checkpoint(values, model_of_checkpoint)
-    run = config_from_values({**values, **taken})
-    _require_needs(ignored, flat_values(run))
-    return Command(run, dry_run, print_plan, layer, tuple(ignored), tuple(f"{key} {value}" for key, value in taken.items()))
-
-
-def _completed(values: dict[str, object]) -> dict[str, object]:
-    """What Megatron's pretraining of GPT takes for granted: a vocabulary with merges is GPT-2's."""
+    values = {**({**BESIDE_THE_MODEL, **PRESETS[str(name)]} if name else {}), **from_file, **given}
     if values.get("tokenizer_type") is None and values.get("vocab_file") and values.get("merge_file"):
-        return {**values, "tokenizer_type": "GPT2BPETokenizer"}
+        values["tokenizer_type"] = "GPT2BPETokenizer"  # what Megatron's pretraining of GPT takes for granted
     return values
 
 
+def sound_run(values: dict[str, Any], flags: Flags, faults_of: FaultsOf | None = None) -> RunConfig:
+    """The run that ``values`` describe. Raises ConfigError with the faults of ``flags`` and of the settings in one message."""
+    faults = [*flags.faults, *_missing(values.keys() | flags.wrong)]
+    if flags.wrong or _missing(values):
+        refuse(faults)
+    run = config_from_values(values)
+    flat = flat_values(run)
+    for flag, (name, value, way_out) in REQUIRES.items():
+        if any(text.startswith(f"{flag}:") for text in flags.ignored) and flat[name] != value:
+            faults.append(f"{flag}: {way_out}.")
+    refuse([*faults, *(faults_of(run) if faults_of else ())])
+    return run
+
+
 def _from_checkpoint(values: dict[str, object], model_of_checkpoint: ModelOfCheckpoint | None) -> dict[str, object]:
-    """Settings of the model in --load where --use-checkpoint-args asks for them; a vocabulary size only where nothing else gives one."""
+    """Settings of the model in --load if --use-checkpoint-args asks for them; a vocabulary size only if nothing else gives one."""
     if not values.get("use_checkpoint_args"):
         return {}
     folder, step = values.get("load"), values.get("ckpt_step")
@@ -139,19 +170,17 @@ def _from_checkpoint(values: dict[str, object], model_of_checkpoint: ModelOfChec
     return found
 
 
-def _require_needs(accepted: Sequence[str], values: dict[str, object]) -> None:
-    """Raise ConfigError for flags of Megatron's that ask for nothing only beside a setting that this run does not have."""
-    for flag, (name, value, way_out) in NEEDS.items():
-        if any(text.startswith(f"{flag}:") for text in accepted) and values[name] != value:
-            raise ConfigError(f"{flag}: {way_out}.")
+def _missing(given: Collection[str]) -> list[str]:
+    """The fault of settings that have no default and are not ``given``, if there are any."""
+    missing = [item for item in settings() if item.default is NO_DEFAULT and item.name not in given]
+    way_out = ", or take a model with --preset debug-gpt" if "model" in {item.part for item in missing} else ""
+    names = ", ".join(item.flag for item in missing)
+    return [f"{names}: no value given and none by default; add what is missing{way_out}."] if missing else []
 
 
 def config_from_values(values: dict[str, object]) -> RunConfig:
     """RunConfig of flat field names and values; what is absent takes its default. Raises ConfigError on a missing one."""
-    missing = [item for item in settings() if item.default is NO_DEFAULT and item.name not in values]
-    if missing:
-        way_out = ", or take a model with --preset debug-gpt" if "model" in {item.part for item in missing} else ""
-        raise ConfigError(f"{', '.join(item.flag for item in missing)}: no value given and none by default; add what is missing{way_out}.")
+    refuse(_missing(values))
     values_of = {
         part: part_class(**{item.name: _stored(values[item.name]) for item in dataclasses.fields(part_class) if item.name in values})
         for part, part_class in parts().items()
@@ -168,52 +197,20 @@ def flat_values(run: RunConfig) -> dict[str, object]:
     return {item.name: getattr(getattr(run, item.part), item.name) for item in settings()}
 
 
-class _HelpFormatter(argparse.HelpFormatter):
-    """Keeps the lines of what stands before and after the flags."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines = text.splitlines()
-        hanging = f"{indent}      "
-        return "\n".join(
-            textwrap.fill(line, width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False) for line in lines
-        )
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse, but a wrong value is a ConfigError, so that one process of many can print it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument ") + ".")
-
-
-def _add_setting(group: Any, setting: Setting) -> None:
-    for flag, (name, value) in SAYS.items():
+def add_setting(group: Any, setting: Setting, **changes: Any) -> None:
+    """Add a setting's flags to a parser or a group of it; ``changes`` go to `add_argument`."""
+    for flag, (name, value) in CONSTANT_FLAGS.items():
         if name == setting.name:
             same = f"{setting.flag} {value}" if setting.kind is not bool else f"--no{setting.flag[1:]}"
             group.add_argument(flag, dest=name, action="store_const", const=value, help=f"The same as {same}.")
-    flags = [setting.flag, *ALIASES.get(setting.name, [])]
-    text = setting.help.replace("%", "%%")
-    if setting.kind is not bool:
-        shown = "" if setting.default in (None, (), NO_DEFAULT) else f" Default: {setting.default}."
-        metavar = None if setting.choices else setting.kind.__name__.upper()
-        several: dict[str, Any] = {"nargs": "+"} if setting.many else {}
-        group.add_argument(
-            *flags, dest=setting.name, type=setting.kind, choices=setting.choices, metavar=metavar, help=text + shown, **several
-        )
-        return
-    shown = f" Default: {'on' if setting.default else 'off'}." if setting.default is not None else ""
-    plain = setting.name.startswith("no_")
-    action = "store_true" if plain else argparse.BooleanOptionalAction
-    group.add_argument(*flags, dest=setting.name, action=action, help=text + shown)
-
-
-def _unknown_message(unknown: list[str], parser: argparse.ArgumentParser) -> str:
-    flags = [word.split("=")[0] for word in unknown if word.startswith("-")]
-    if not flags:
-        return f"{' '.join(unknown)}: a value without a flag; every setting is given as --name value."
-    known = [*(option for action in parser._actions for option in action.option_strings), *flag_names()]
-    parts = []
-    for flag in flags:
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
-        parts.append(f"{flag} is not a flag of this program" + (f" (nearest: {near[0]})" if near else ""))
-    return "; ".join(parts) + ". --help lists all flags."
+    options: dict[str, Any]
+    if setting.kind is bool:
+        default = None if setting.default is None else "on" if setting.default else "off"
+        options = {"action": "store_true" if setting.name.startswith("no_") else argparse.BooleanOptionalAction}
+    else:
+        default = None if setting.default in ((), NO_DEFAULT) else setting.default
+        many_choices = setting.choices is not None and len(setting.choices) > 5
+        metavar = "NAME" if many_choices else None if setting.choices else setting.kind.__name__.upper()
+        options = {"type": setting.kind, "choices": setting.choices, "metavar": metavar, **({"nargs": "+"} if setting.many else {})}
+    text = setting.help.replace("%", "%%") + ("" if default is None else f"{DEFAULT}{default}.")
+    group.add_argument(setting.flag, *ALIASES.get(setting.name, []), dest=setting.name, help=text, **{**options, **changes})

@@ -6,6 +6,7 @@ Field names carry Megatron's spelling, so ``ffn_hidden_size`` is ``--ffn-hidden-
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +21,14 @@ Sharding = Literal["no_shard", "optim", "optim_grads"]
 
 class ConfigError(ValueError):
     """Settings that cannot work together; the message names flags, values and the way out."""
+
+
+def refuse(faults: Sequence[str]) -> None:
+    """Raise ConfigError with all ``faults``, if there are any: a single one as it is, else a line per fault."""
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
+    if faults:
+        raise ConfigError("\n".join([f"{len(faults)} settings cannot work:", *(f"  - {fault}" for fault in faults)]))
 
 
 @dataclass(frozen=True, kw_only=True)

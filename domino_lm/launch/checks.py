@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
-from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig
+from domino_lm.config.settings import ModelConfig, RunConfig, refuse
 from domino_lm.data.gpt_dataset import parse_split
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import sources_of
@@ -15,9 +15,13 @@ MOMENT_STEP = 2**-5
 
 
 def check_run(run: RunConfig, world_size: int) -> None:
-    """Raise ConfigError naming every fault of ``run`` on ``world_size`` ranks: flags, values and the way out, one line each."""
-    faults = list(_number_faults(run))
-    faults = faults or [
+    """Raise ConfigError naming every fault of ``run`` on ``world_size`` ranks."""
+    refuse(run_faults(run, world_size))
+
+
+def run_faults(run: RunConfig, world_size: int) -> list[str]:
+    """Every fault of ``run`` on ``world_size`` ranks, one line each: flags, values and the way out."""
+    return list(_number_faults(run)) or [
         *_layout_faults(run, world_size),
         *_model_faults(run.model, run.parallel.tensor_model_parallel_size),
         *_schedule_faults(run),
@@ -28,7 +32,6 @@ def check_run(run: RunConfig, world_size: int) -> None:
         *_optimizer_faults(run),
         *_checkpoint_faults(run),
     ]
-    refuse(faults)
 
 
 def check_model(model: ModelConfig, tp: int) -> None:
@@ -45,14 +48,6 @@ def widest_tensor_parallel(run: RunConfig, ranks: int) -> int:
     """The most of ``ranks``, a divisor of them, that can share the model; 1 where none can, or where numbers are at fault."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return 1 if any(_number_faults(run)) else max((size for size in sizes if can_shard(run.model, size)), default=1)
-
-
-def refuse(faults: Sequence[str]) -> None:
-    """Raise ConfigError with all ``faults``, where there are any."""
-    if len(faults) == 1:
-        raise ConfigError(faults[0])
-    if faults:
-        raise ConfigError("\n".join([f"{len(faults)} settings cannot work:", *(f"  - {fault}" for fault in faults)]))
 
 
 def _number_faults(run: RunConfig) -> Iterator[str]:

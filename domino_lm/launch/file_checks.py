@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from domino_lm.config.settings import ConfigError, RunConfig
+from domino_lm.config.settings import ConfigError, RunConfig, refuse
 from domino_lm.data.splits import sources_of
-from domino_lm.launch.checks import refuse
 from domino_lm.simulate.hardware import Hardware, find_hardware
 
 

@@ -15,16 +15,15 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import gcd
 from pathlib import Path
 from typing import Any
 
-from domino_lm.config.arguments import build_parser, config_from_values
+from domino_lm.config.arguments import Flags, build_parser, config_from_values, read_flags, sound_run, with_file_and_preset
 from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
-from domino_lm.config.presets import PRESETS
 from domino_lm.config.settings import ConfigError, RunConfig
-from domino_lm.launch.checks import check_run, widest_tensor_parallel
+from domino_lm.launch.checks import run_faults, widest_tensor_parallel
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.simulate.hardware import HARDWARE, Hardware, find_hardware
 from domino_lm.simulate.links import Fabric
@@ -56,7 +55,6 @@ def parse_arguments(argv: Sequence[str]) -> Asked:
     """Training's flags and ours. Raises ConfigError."""
     parser = build_parser()
     parser.prog, parser.description = "simulate.py", __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     group = parser.add_argument_group("simulation")
     group.add_argument("--hardware", default="dgx-h100", metavar="NAME|FILE.json", help=f"{', '.join(HARDWARE)}, or a calibration file")
     group.add_argument("--nodes", type=int, default=1, help="NVLink domains; default 1")
@@ -71,27 +69,21 @@ def parse_arguments(argv: Sequence[str]) -> Asked:
         group.add_argument(f"--sweep-{name.replace('_', '-')}", type=_numbers, default=None, metavar="N,N", help=text)
     group.add_argument("--processes", type=int, default=os.cpu_count(), help="processes of --sweep; default: all CPUs")
     parser.set_defaults(print_plan=False, plan_layer=None)
-    chosen, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        raise ConfigError(f"{' '.join(unknown)}: not a flag of this program. --help lists all flags.")
-    return _resolve(chosen)
+    return _resolve(read_flags(parser, argv))
 
 
-def _resolve(chosen: argparse.Namespace) -> Asked:
+def _resolve(flags: Flags) -> Asked:
+    chosen = argparse.Namespace(**flags.values)
     hardware = find_hardware(chosen.hardware)
     node_size = hardware.fabric.node_size if isinstance(hardware.fabric, Fabric) else hardware.fabric.ranks
     devices = chosen.devices if chosen.devices is not None else chosen.nodes * node_size
     if devices < 1:
         raise ConfigError(f"{'--nodes' if chosen.devices is None else '--devices'} gives {devices} devices; give 1 or more.")
-    ours = {"hardware", "nodes", "devices", "json", "compare", "sweep", "processes", "preset", *(f"sweep_{name}" for name in _grid_axes())}
-    given = {name: value for name, value in vars(chosen).items() if name not in ours}
-    preset = getattr(chosen, "preset", None)
-    values = {**NOT_ASKED_FOR, "vocab_size": vocabulary_of(preset or ""), **(PRESETS[preset] if preset else {}), **given}
-    run = config_from_values(values)
-    if "tensor_model_parallel_size" not in given:
-        within_node = widest_tensor_parallel(run, gcd(node_size, devices))
-        run = replace(run, parallel=replace(run.parallel, tensor_model_parallel_size=within_node))
-    check_run(run, devices)
+    given = with_file_and_preset(flags.values)
+    values = {**NOT_ASKED_FOR, "vocab_size": vocabulary_of(flags.values.get("preset", "")), **given}
+    if "tensor_model_parallel_size" not in given and not flags.faults:
+        values["tensor_model_parallel_size"] = widest_tensor_parallel(config_from_values(values), gcd(node_size, devices))
+    run = sound_run(values, flags, lambda run: run_faults(run, devices))
     data_parallel = data_parallel_size(run, devices)
     setting = Setting(
         model=run.model,

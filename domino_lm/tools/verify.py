@@ -18,7 +18,7 @@ import warnings
 from domino_lm.config.arguments import parse_arguments
 from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
 from domino_lm.config.settings import RunConfig
-from domino_lm.launch.checks import check_run
+from domino_lm.launch.checks import run_faults
 from domino_lm.pretrain import WRONG_SETTINGS, build_data, show_warning
 
 EXIT_WRONG_SETTINGS, EXIT_NOT_NORMAL = 2, 3
@@ -35,8 +35,7 @@ def main() -> int:
     first = os.environ.get("RANK", "0") == "0"
     warnings.showwarning = show_warning
     try:
-        run = parse_arguments(training_flags)
-        check_run(run, int(os.environ.get("WORLD_SIZE", "1")))
+        run = parse_arguments(training_flags, lambda run: run_faults(run, int(os.environ.get("WORLD_SIZE", "1"))))
         return verify_run(run, own)
     except WRONG_SETTINGS as error:
         if first:

@@ -8,8 +8,8 @@ from domino_lm.checkpoint.torch_files import load_torch_file, values_of
 from domino_lm.config.arguments import build_parser
 from domino_lm.config.megatron_flags import find
 from domino_lm.config.schema import settings
-from domino_lm.tools.megatron_page import is_ours
 from tests.golden.checkpoint_files import unpack
+from tests.unit.megatron_page import is_ours
 
 FLAG_OF = {
     "add_position_embedding": "--no-position-embedding",

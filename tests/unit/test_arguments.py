@@ -12,6 +12,7 @@ from domino_lm.config.arguments import build_parser, config_from_values, flat_va
 from domino_lm.config.presets import PRESETS
 from domino_lm.config.schema import NO_DEFAULT, field_docstrings, settings
 from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig
+from domino_lm.launch.checks import run_faults
 
 SURFACE = Path(__file__).parent / "cli_surface.txt"
 REQUIRED = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10"
@@ -110,13 +111,77 @@ def test_a_wrong_value_is_named_with_its_flag(line: str, message: str) -> None:
     assert message in str(raised.value)
 
 
+def test_unknown_refused_and_wrong_flags_and_missing_settings_stand_in_one_message() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse("--preset debug-gpt --micro-batch-size x --normalization y --bogus 1 --optimizer sgd --train-iters")
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "6 settings cannot work:"
+    starts = (
+        "--bogus is not a flag",
+        "--optimizer sgd: AdamW",
+        "--micro-batch-size: invalid",
+        "--normalization: invalid",
+        "--train-iters:",
+        "--lr: no",
+    )
+    assert all(line.startswith(f"  - {start}") for line, start in zip(lines[1:], starts, strict=True))
+
+
+def test_contradictions_stand_beside_unknown_and_refused_flags() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_arguments(f"{REQUIRED} --bogus 1 --optimizer sgd --bf16 --fp16".split(), lambda run: run_faults(run, 1))
+    for text in ("--bogus is not a flag", "--optimizer sgd: AdamW", "--bf16 and --fp16 are both given"):
+        assert str(raised.value).count(text) == 1
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as raised:
+        parse_arguments(["--help", *words])
+    assert raised.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_one_line_of_usage_and_two_lines_per_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = help_of(capsys).splitlines()
+    assert lines[0].startswith("usage:")
+    assert not lines[1]
+    assert max(map(len, lines)) <= 100
+    assert len(lines) <= 2 * len(settings()) + 60
+    indented = "".join("c" if line.startswith(" " * 38) else "f" for line in lines)
+    assert "ccc" not in indented, "a flag has more than two lines of text"
+    assert [
+        item.flag for item in settings() if not any(f"{item.flag[2:]}" in line.split("  ")[1] for line in lines if line[:3] == "  -")
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"),
+    [
+        ("--lr-decay-style", "WSD (warm-up, stable, decay) holds the peak and decays over its last --lr-wsd-decay-iters. Default: linear."),
+        ("layernorm_epsilon", "Added to the variance inside every norm."),
+        ("no-swiglu", "Gated MLP, silu(gate) * up, in place of GELU. Default: off."),
+        ("disable-bias-linear", "The same as --no-add-bias-linear."),
+        ("moe-router-topk", "A flag of Megatron's. It is refused: experts are not there"),
+        ("--use-mcore-models", "A flag of Megatron's. It is accepted without effect: models of Megatron's core"),
+    ],
+)
+def test_help_on_one_flag_prints_its_whole_text(flag: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert text in " ".join(help_of(capsys, flag).split())
+
+
+def test_help_on_a_flag_that_nobody_knows_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"--hiden-size is not a flag of this program \(nearest: --hidden-size\)"):
+        parse("--help hiden_size")
+
+
 def test_flags_presets_and_checks_import_without_torch() -> None:
     code = "import sys, domino_lm.config.arguments, domino_lm.config.presets, domino_lm.launch.checks, domino_lm.training.lr_schedule; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 if __name__ == "__main__":
-    from domino_lm.tools.megatron_page import page
+    from megatron_page import page  # beside this script
 
     SURFACE.write_text(surface())
     (Path(__file__).parents[2] / "docs" / "megatron-flags.md").write_text(page())

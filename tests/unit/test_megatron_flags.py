@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from domino_lm.config.arguments import build_parser, parse_command
-from domino_lm.config.megatron_flags import MANY, TABLE, find, settle
+from domino_lm.config.megatron_flags import MANY, classify, find, help_text, megatron_flags
 from domino_lm.config.schema import settings
 from domino_lm.config.settings import ConfigError
 from domino_lm.launch.checks import check_run
-from domino_lm.tools.megatron_page import page
+from tests.unit.megatron_page import is_ours, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron-flags.md"
 REQUIRED = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10"
-ROWS = [row for topic in TABLE for row in topic.flags]
+ROWS = megatron_flags()
 
 # Every flag of Megatron's example scripts for GPT-3 175B and Llama-3 8B, in the order of the scripts; torchrun's left out.
 GPT3_175B = """
@@ -56,15 +56,18 @@ def test_the_page_is_made_of_the_table() -> None:
     assert page() == PAGE.read_text(), "the flags changed; if that is meant, record them: python tests/unit/test_arguments.py"
 
 
-def test_help_says_every_row_of_the_table() -> None:
-    text = build_parser().format_help()
-    assert [row.flag for row in ROWS if row.flag not in text] == []
+def test_help_on_megatrons_flags_says_every_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["--num-layers", "2", "--help-megatron"])
+    text = capsys.readouterr().out
+    assert [row.flag for row in ROWS if row.flag not in text or row.why.split()[0] not in text] == []
+    assert max(map(len, help_text(100).splitlines())) <= 100
 
 
 @pytest.mark.parametrize("script", [GPT3_175B, LLAMA3_8B], ids=["GPT-3 175B", "Llama-3 8B"])
 def test_every_flag_of_megatrons_scripts_has_a_class(script: str) -> None:
     _, unknown = build_parser().parse_known_args(script.split())
-    assert settle(unknown)[2] == []
+    assert classify(unknown)[2] == []
 
 
 def test_the_script_for_gpt3_runs_without_its_pipeline() -> None:
@@ -105,7 +108,7 @@ def test_flags_that_ask_for_nothing_else_are_ignored_with_their_reason() -> None
         ("--optimizer sgd", r"--optimizer sgd: AdamW is the only optimizer \(only adam is accepted\)"),
         ("--ckpt-format torch", "tools/convert_checkpoint.py writes others"),
         ("--moe-router-topk 2", "--moe-router-topk 2: experts are not there"),
-        ("--fim-data --fim-rate 0.5", "--fim-data: samples are not rearranged.*--fim-rate 0.5: samples"),
+        ("--fim-data --fim-rate 0.5", "--fim-data: samples are not rearranged[^\n]*\n.*--fim-rate 0.5: samples"),
         ("--no-position-embedding", "--no-position-embedding: models without positions are not there"),
         ("--batch-size 4", "--batch-size 4: say --micro-batch-size"),
         ("--recompute-modules core_attn mlp", "--recompute-modules core_attn mlp: "),
@@ -163,8 +166,6 @@ def test_a_flag_of_its_own_wins_over_its_family() -> None:
 
 
 def test_settings_that_megatron_does_not_have_are_not_called_megatrons() -> None:
-    from domino_lm.tools.megatron_page import is_ours
-
     ours = {item.flag for item in settings() if is_ours(item)}
     assert "--domino-row-slices" in ours
     assert "--num-layers" not in ours

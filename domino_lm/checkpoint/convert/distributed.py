@@ -24,7 +24,6 @@ from domino_lm.checkpoint.megatron_state import (
     grad_scaler_state,
     megatron_args,
     param_groups,
-    plain,
     read_model,
     rng_state,
     scheduler_state,
@@ -33,6 +32,7 @@ from domino_lm.checkpoint.megatron_state import (
 from domino_lm.checkpoint.publish import sync_file, write_synced
 from domino_lm.checkpoint.save_load import native_common
 from domino_lm.checkpoint.source import FORMAT_VERSION, WORD_EMBEDDINGS, prefix_of, read_megatron_record, read_native_record
+from domino_lm.config.canonical import without_redundant_settings
 from domino_lm.config.settings import ModelConfig
 from domino_lm.model.parameter import ParameterSpec
 from domino_lm.parallel.collectives import Communicator
@@ -49,7 +49,7 @@ def read_native(path: Path) -> StoredModel:
     if not isinstance(state, dict) or "model" not in state:
         raise CheckpointError(f"{path / STATE_FILE}: it does not say the model's settings; it was not saved by this program's trainer")
     try:
-        model = plain(ModelConfig(**state["model"]))
+        model = without_redundant_settings(ModelConfig(**state["model"]))
     except TypeError as error:
         raise CheckpointError(f"{path / STATE_FILE}: its model's settings are not those of this version ({error})") from error
     model = replace(model, vocab_size=record["vocab_size"])

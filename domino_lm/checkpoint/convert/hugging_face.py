@@ -18,8 +18,8 @@ from domino_lm.checkpoint.convert.hugging_face_layout import Layout, layout_for,
 from domino_lm.checkpoint.convert.stored_model import StoredModel, parameter_specs
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.megatron_legacy import Role
-from domino_lm.checkpoint.megatron_state import plain
 from domino_lm.checkpoint.publish import sync_file, write_synced
+from domino_lm.config.canonical import without_redundant_settings
 from domino_lm.model.parameter import ParameterSpec
 
 CONFIG_FILE = "config.json"
@@ -50,7 +50,7 @@ def read_hugging_face(path: Path) -> StoredModel:
     return StoredModel(
         kind="hf",
         path=path,
-        model=plain(replace(model, mask_padded_vocab=True)),
+        model=without_redundant_settings(replace(model, mask_padded_vocab=True)),
         vocab_rows=vocab_rows,
         softmax_rows=vocab_rows,
         dtype=files.dtype(table),

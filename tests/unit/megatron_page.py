@@ -1,15 +1,12 @@
-"""The page ``docs/megatron-flags.md``: what becomes of each flag of Megatron's, from the settings and the table of `megatron_flags`.
-
-``python -m domino_lm.tools.megatron_page > docs/megatron-flags.md`` writes it anew; a test compares. Nothing here imports torch.
-"""
+"""The page ``docs/megatron-flags.md``: what becomes of each flag of Megatron's, from the settings and the table of `megatron_flags`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Literal
 
-from domino_lm.config.arguments import ALIASES, SAYS
-from domino_lm.config.megatron_flags import NEEDS, OURS, TABLE, by_reason, shown
+from domino_lm.config.arguments import ALIASES, CONSTANT_FLAGS
+from domino_lm.config.megatron_flags import REQUIRES, by_reason, megatron_flags
 from domino_lm.config.schema import Setting, settings
 
 INTRODUCTION = """\
@@ -20,8 +17,15 @@ it is **refused** with the reason and what to do instead. A flag that stands in 
 `--dry-run` says all of this of a command line, and a run prints the flags that it accepts without effect under `ignored`.
 
 A name that ends in `*` stands for all flags that begin so. A value behind `=` is accepted where the flag is refused with any other.
-This page is made by `python -m domino_lm.tools.megatron_page`.
+This page is made by `python tests/unit/test_arguments.py`.
 """
+
+DOMINO_ONLY = frozenset(
+    "--mask-padded-vocab --schedule --null-tokenizer-extra-eod --exit-samples --max-skipped-steps --metrics-file --peak-tflops "
+    "--timeline --timeline-iteration --compile --compile-backend --cuda-graph --apex-optimizer --nccl-max-ctas "
+    "--cuda-device-max-connections".split()
+)
+"""Settings that Megatron does not have, beside those that begin with ``--domino-``."""
 
 
 def page() -> str:
@@ -31,7 +35,7 @@ def page() -> str:
 
 def is_ours(setting: Setting) -> bool:
     """Whether Megatron has no such flag."""
-    return setting.flag.startswith("--domino-") or setting.flag in OURS
+    return setting.flag.startswith("--domino-") or setting.flag in DOMINO_ONLY
 
 
 def _works() -> Iterator[str]:
@@ -50,7 +54,7 @@ def _works() -> Iterator[str]:
 def _names(item: Setting) -> str:
     """A setting's spellings; one of a value of its own says which."""
     names = [item.flag, *ALIASES.get(item.name, [])]
-    same = [flag for flag, (name, _) in SAYS.items() if name == item.name]
+    same = [flag for flag, (name, _) in CONSTANT_FLAGS.items() if name == item.name]
     return ", ".join(f"`{name}`" for name in [*names, *same])
 
 
@@ -61,25 +65,19 @@ def _default(item: Setting) -> str:
 
 
 def _class(outcome: Literal["accepted", "refused"]) -> Iterator[str]:
-    rows = [row for topic in TABLE for row in topic.flags if row.outcome == outcome]
+    rows = [row for row in megatron_flags() if row.outcome == outcome]
     titles = {"accepted": ("Accepted without effect", "why"), "refused": ("Refused", "why, and what to do")}
     title, column = titles[outcome]
     yield f"## {title}: {sum(not row.is_family for row in rows)}, and {sum(row.is_family for row in rows)} families\n"
-    for topic in TABLE:
-        reasons = by_reason(outcome, topic)
-        if not reasons:
-            continue
-        yield f"### {topic.title}\n\n| flags | {column} |\n|---|---|"
+    for topic in dict.fromkeys(row.topic for row in rows):
+        reasons = by_reason([row for row in rows if row.topic == topic])
+        yield f"### {topic}\n\n| flags | {column} |\n|---|---|"
         for why, members in reasons.items():
-            needs = "; ".join(f"else: {NEEDS[row.flag][2]}" for row in members if row.flag in NEEDS)
-            names = ", ".join(f"`{_cell(shown(row))}`" for row in members)
+            needs = "; ".join(f"else: {REQUIRES[row.flag][2]}" for row in members if row.flag in REQUIRES)
+            names = ", ".join(f"`{_cell(str(row))}`" for row in members)
             yield f"| {names} | {_cell(why)}{'; ' + needs if needs else ''} |"
         yield ""
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-if __name__ == "__main__":
-    print(page(), end="")
