@@ -88,7 +88,7 @@ def blend_order(weights: Sequence[float], size: int, available: Sequence[int] | 
 class _Lanes:
     """The greedy choice, many stretches of it side by side.
 
-    Each choice depends on all choices before it, but hardly: whatever the sources had given when a stretch begins, after
+    Each choice depends on all choices before it, but weakly: whatever the sources had given when a stretch begins, after
     a few steps the choices are the same. So the steps are cut into lanes that begin with the counts the shares ask for;
     a lane whose true beginning, known once the lane before it is done, differs is walked again. The result is that of
     walking step by step, always; only the number of rounds varies.
@@ -151,8 +151,8 @@ class BlendedDataset:
     """Samples of several data sets, in the order of `blend_order`; each one as its own data set gives it.
 
     ``size`` samples are asked for, shared by ``weights`` (which add up to 1); ``length`` is how many there are, a few more
-    where each share was rounded up. Without ``size`` every sample of every source is read once. Raises DatasetError
-    where a source has fewer samples than its share.
+    if each share was rounded up. Without ``size`` every sample of every source is read once. Raises DatasetError
+    if a source has fewer samples than its share.
     """
 
     def __init__(

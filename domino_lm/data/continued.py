@@ -79,7 +79,7 @@ class SourceOrder:
     """Samples of one source one after the other: those of a first data set to the end of its epochs, then those of the next."""
 
     def __init__(self, source: GPTDataset, record: SourceRecord, needed: int, cache_path: Path | None) -> None:
-        """``needed`` samples at least: where the recorded ones end before, new epochs in a new order follow."""
+        """``needed`` samples at least: if the recorded ones end before, new epochs in a new order follow."""
         self._source, self._cache_path = source, cache_path
         self.segments = list(record.segments)
         self._parts = [self._part(*segment) for segment in self.segments]
@@ -166,8 +166,8 @@ def continue_data(
 ) -> tuple[GPTDataset | BlendedDataset | ContinuedDataset, str | None]:
     """The data of a run that goes on after ``consumed`` samples up to ``end``, and a line that says what changed, if anything.
 
-    ``fresh`` is what a run that begins now would read. It is read from its sample ``consumed`` on where the checkpoint's
-    run would have read the same; where the mixture is another, every source of it goes on at the number of its own samples
+    ``fresh`` is what a run that begins now would read. It is read from its sample ``consumed`` on if the checkpoint's
+    run would have read the same; if the mixture is another, every source of it goes on at the number of its own samples
     that are consumed, one that is new begins at its first, and one that is gone keeps its count for later.
     """
     record, mine = DataRecord.of_state(state), record_of(fresh, 0)

@@ -42,7 +42,7 @@ class Draft:
             raise
 
     def publish(self) -> None:
-        """Put what was written and synced in place of the final name; `discard` stays due."""
+        """Give the written and synced file its final name; `discard` stays due."""
         os.replace(self._path, self._target)
 
     def discard(self) -> None:
@@ -89,7 +89,7 @@ def _drafts_of(target: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether the writer of a draft is gone. Raises BusyError where it is at work."""
+    """Whether the writer of a draft is gone. Raises BusyError if it is at work."""
     try:
         with open(path, "ab") as file:
             locks_work = _lock(file, path)
@@ -99,7 +99,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _lock(file: IO[bytes], path: Path) -> bool:
-    """Take the lock of a draft; False where the file system knows none. Raises BusyError when somebody holds it."""
+    """Take the lock of a draft; False if the file system knows none. Raises BusyError when somebody holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

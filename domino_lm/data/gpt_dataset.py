@@ -1,6 +1,6 @@
 """Samples of fixed length for a language model, cut from a token file in Megatron's order, to the bit.
 
-Which tokens make up sample ``i`` is told by the three indices of `domino_lm.data.indices`; here the split is cut out of
+The three indices of `domino_lm.data.indices` say which tokens make up sample ``i``; here the split is cut out of
 the file, and samples get their labels and masks.
 """
 
@@ -71,7 +71,7 @@ class GPTDatasetConfig:
     """Keep tokens from attending across an end of document. Samples then carry an [1, s, s] mask."""
 
     eod_mask_loss: bool = False
-    """Take the loss of the token that follows an end of document out."""
+    """Mask the loss of the token that follows an end of document."""
 
     drop_last_partial_validation_sequence: bool = True
     """Drop the tokens at the end of the validation split that fill no whole sample; otherwise they are padded."""
@@ -108,7 +108,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_ranges(split: str, sequences: int) -> tuple[range | None, range | None, range | None]:
-    """The contiguous sequences of train, validation and test; None where the split's weight is 0."""
+    """The contiguous sequences of train, validation and test; None if the split's weight is 0."""
     weights = parse_split(split)
     bounds = [0, *(round(fraction * sequences) for fraction in itertools.accumulate(weights))]
     train, valid, test = (range(lo, hi) if w > 0 else None for w, (lo, hi) in zip(weights, itertools.pairwise(bounds), strict=True))

@@ -23,7 +23,7 @@ class IndexCache:
     """The indices of one split or blend on disk, as ``<hash of identity>-<split>-<index>.npy``.
 
     The first process that asks for indices which are not there builds them; others on the same node wait for it (a file
-    lock, which the system frees when its holder dies). Files are written under temporary names and renamed, so where a
+    lock, which the system frees when its holder dies). Files are written under temporary names and renamed, so if a
     file system knows no locks, processes that build the same indices at the same time cannot disturb each other either.
     A damaged file is reported and built again.
     """
@@ -54,7 +54,7 @@ class IndexCache:
         return found or self.load() or list(build())
 
     def load(self, warn: bool = True) -> list[Array] | None:
-        """The indices, or None when they have to be built; ``warn`` says why where they are there but damaged."""
+        """The indices, or None when they have to be built; ``warn`` says why if they are there but damaged."""
         if not all(path.exists() for path in self._paths):
             return None
         arrays = []
@@ -85,7 +85,7 @@ class IndexCache:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of ``path``; where the file system has no locks, goes on without."""
+    """Holds the lock of ``path``; if the file system has no locks, goes on without."""
     with open(path, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -235,11 +235,11 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes one ``.bin``/``.idx`` pair as a stream; 12 bytes of memory a document and no Python object each.
+    """Writes one ``.bin``/``.idx`` pair as a stream; 12 bytes of memory per document and no Python object each.
 
     A context manager: leaving it well puts both files in place under their final names, ``.bin`` first; leaving it by
     an exception removes everything it wrote. Until then both live beside the target under temporary names, so no
-    reader can meet a half-written file. `prepare` writes all that is left to write, for who has several pairs to put in
+    reader can meet a half-written file. `prepare` writes all that is left to write, for callers that put several pairs in
     place together. Raises BusyError while another process writes the same pair.
     """
 

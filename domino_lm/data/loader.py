@@ -1,4 +1,4 @@
-"""From samples to micro-batches: collation into arrays, ahead of the training step where workers are asked for."""
+"""From samples to micro-batches: collation into arrays, ahead of the training step if workers are asked for."""
 
 import time
 from collections import deque
@@ -34,7 +34,7 @@ class Batches:
     with every micro-batch handed out, whatever the workers have read ahead. Reading past the end raises LoaderError,
     never StopIteration: a training step that found no data must not end quietly on one rank.
 
-    ``workers`` threads read and collate ahead; 0 does it when asked. Reading is copying out of mapped memory, which needs
+    ``workers`` threads read and collate ahead; with 0 each batch is read when it is asked for. Reading is copying out of mapped memory, which needs
     no interpreter lock for the time of a page fault, so threads are enough and nothing has to be sent between processes.
     ``blocked_s`` is the time that callers have waited here. `close` ends the workers; so does the end of the program.
     """

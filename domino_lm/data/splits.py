@@ -21,13 +21,13 @@ DEFAULT_SPLIT = "969,30,1"
 
 @dataclass(frozen=True, kw_only=True)
 class DataSources:
-    """What the splits are read from: one blend that ``split`` cuts, a blend for each split, or mock tokens where neither is given."""
+    """What the splits are read from: one blend that ``split`` cuts, a blend for each split, or mock tokens if neither is given."""
 
     blend: Blend | None = None
     split: str = DEFAULT_SPLIT
     per_split: dict[SplitName, Blend] = field(default_factory=dict)
     surplus: float = 0.005
-    """Samples more than its share that each source of a weighted blend is built with, as a fraction."""
+    """Extra samples that each source of a weighted blend is built with, as a fraction of its share."""
 
     multiple_validation_sets: bool = False
     """Keep the sources of the validation split apart instead of blending them."""
@@ -92,7 +92,7 @@ class DataSettings(Protocol):
 
 
 def sources_of(settings: DataSettings) -> DataSources:
-    """What the flags name. Raises DatasetError where they name nothing, or the same thing twice."""
+    """The sources that the flags name. Raises DatasetError if they name nothing, or the same thing twice."""
     apart = {name: words for name in SPLITS if (words := getattr(settings, f"{name}_data_path"))}
     ways = {
         "--data-path": settings.data_path,
@@ -151,7 +151,7 @@ def build_splits(sources: DataSources, sizes: Sequence[int | None], config: GPTD
     """Data sets of the three splits; ``sizes`` are the samples asked of each (None: one epoch).
 
     A split is left out when its weight or path is missing, or when it has no sequence and is asked for 0 samples.
-    Raises DatasetError or IndexedDatasetError where the data cannot give what is asked.
+    Raises DatasetError or IndexedDatasetError if the data cannot give what is asked.
     """
     builder = _Builder(sources, config, cache_path)
     found = {name: builder.build(name, size) for name, size in zip(SPLITS, sizes, strict=True)}

@@ -67,7 +67,7 @@ def _add_data_flags(data: argparse._ArgumentGroup) -> None:
         "--on-error",
         choices=["stop", "skip", "replace"],
         default="stop",
-        help="a bad line ends the run (default), is counted and left out, or has characters that are none replaced by U+FFFD",
+        help="a bad line ends the run (default), is counted and left out, or has invalid characters replaced by U+FFFD",
     )
 
 

@@ -17,7 +17,7 @@ from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
 
 Array = npt.NDArray[Any]
 OnError = Literal["stop", "skip", "replace"]
-"""What a bad line does: ends the run, is counted and left out, or, where single characters are bad, has them replaced."""
+"""What happens to a bad line: it ends the run, is counted and left out, or has its invalid characters replaced."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FORMS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
@@ -38,7 +38,7 @@ class EncodedKey(NamedTuple):
 class EncodedBlock(NamedTuple):
     """What came of one block. ``faults`` are the messages of the first lines that were skipped, ``skipped`` counts all.
 
-    ``replaced`` counts the lines in which characters that are none were replaced.
+    ``replaced`` counts the lines in which invalid characters were replaced.
     """
 
     keys: list[EncodedKey]
@@ -119,7 +119,7 @@ class Encoder:
         return documents, blank_lines, first_blank_line
 
     def _document(self, raw: bytes, place: "Place", check_surrogates: bool, faults: "_Faults") -> list[list[str]]:
-        """Texts of one line, for each key; what is read only with characters replaced is counted."""
+        """Texts of one line per key; a line that had to have characters replaced is counted."""
         try:
             return self._texts_of_keys(raw, place, check_surrogates, False)
         except PreprocessError:
@@ -239,7 +239,7 @@ def parse_line(raw: bytes, place: Place, replace: bool = False) -> dict[str, Any
 
 
 def _refuse_other_forms(raw: bytes, place: Place) -> None:
-    """Names what the first bytes of a file tell that it is, where it is no plain UTF-8."""
+    """The kind of file that the first bytes show, if it is not plain UTF-8."""
     if raw.startswith(BYTE_ORDER_MARK):
         raise place.fault("the file begins with a byte order mark", "save it as UTF-8 without one (sed -i '1s/^\\xEF\\xBB\\xBF//' FILE)")
     for begin, ending in FORMS.items():

@@ -1,4 +1,4 @@
-"""Input of the preprocessor as blocks of whole lines: files, globs, folders' worth of them, compressed or not, or standard input."""
+"""Input of the preprocessor as blocks of whole lines: files and globs, compressed or not, or standard input."""
 
 import glob
 import gzip
@@ -47,7 +47,7 @@ class Block:
 def expand_inputs(words: Sequence[str]) -> list[str]:
     """Files that ``--input`` names, in order: wildcards are expanded, sorted, and leave hidden files out.
 
-    Raises PreprocessError where a name finds nothing or is a folder.
+    Raises PreprocessError if a name finds nothing or is a folder.
     """
     paths: list[str] = []
     for word in words:
@@ -74,14 +74,14 @@ def expand_inputs(words: Sequence[str]) -> list[str]:
 
 
 def size_on_disk(paths: Sequence[str]) -> int | None:
-    """Bytes of all files; None where one of them has no size (standard input, pipes)."""
+    """Bytes of all files; None if one of them has no size (standard input, pipes)."""
     if not all(os.path.isfile(path) for path in paths):
         return None
     return sum(os.path.getsize(path) for path in paths)
 
 
 def read_blocks(paths: Sequence[str], keys: Sequence[str], size_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """All lines of all files in order, in blocks of about ``size_bytes``. Raises PreprocessError where a file is damaged."""
+    """All lines of all files in order, in blocks of about ``size_bytes``. Raises PreprocessError if a file is damaged."""
     before = 0
     for path in paths:
         last = before
@@ -118,7 +118,7 @@ def _read_file(path: str, size_bytes: int) -> Iterator[Block]:
 
 
 def _state(found: os.stat_result) -> tuple[int, int, int, int] | None:
-    """What changes when somebody writes to a file; None for what is no file."""
+    """Identity, size and time of a file, by which a write to it shows; None for anything but a regular file."""
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
@@ -148,7 +148,7 @@ class _DamagedError(Exception):
 
 
 class _ZstdFile(io.RawIOBase):
-    """The content of a .zst file of any number of frames. Raises _DamagedError where the last one has no end."""
+    """The content of a .zst file of any number of frames. Raises _DamagedError if the last one has no end."""
 
     def __init__(self, path: str, raw: IO[bytes]) -> None:
         try:
@@ -188,7 +188,7 @@ class _ZstdFile(io.RawIOBase):
 
 def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[Block]:
     """Rows as JSON lines, of the columns that ``keys`` name alone."""
-    # The allocator that pyarrow takes by itself keeps what it had: the more, the larger the file.
+    # pyarrow's default allocator keeps freed memory: the larger the file, the more.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     try:
         import pyarrow
@@ -214,7 +214,7 @@ def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[Block]:
 
 
 def _text_columns(path: str, schema: Any, keys: Sequence[str]) -> list[str]:
-    """The columns that ``keys`` name. Raises PreprocessError where one is missing or cannot hold text."""
+    """The columns that ``keys`` name. Raises PreprocessError if one is missing or cannot hold text."""
     for key in keys:
         if schema.names.count(key) != 1:
             fault = "more than one" if key in schema.names else "no"
@@ -243,7 +243,7 @@ def _groups(lines: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def _text_of_bytes(value: Any) -> str:
-    """Binary columns are read as UTF-8; bytes that are none become halves of surrogate pairs, which are refused later, by row."""
+    """Binary columns are read as UTF-8; invalid bytes become halves of surrogate pairs, which are refused later, by row."""
     if not isinstance(value, bytes):
         raise TypeError(f"{type(value).__name__} is not text")
     return value.decode(errors="surrogateescape")

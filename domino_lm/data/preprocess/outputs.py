@@ -78,7 +78,7 @@ class PartitionedWriter:
 
 
 def _remove_abandoned_parts(prefix: str) -> None:
-    """Remove parts of writers that were killed: who has the draft of the target, as the caller does, is the only one at work."""
+    """Remove parts that killed writers left: the caller holds the target's draft, so no other writer is at work."""
     for path in Path(prefix).parent.glob(f"{glob.escape(os.path.basename(prefix))}.part-*.tmp-*"):
         with suppress(OSError):
             if is_of_this_node(path) or is_old(path):

@@ -39,7 +39,7 @@ def encode_blocks(
     """Results of all blocks in their order; memory does not grow with their number.
 
     One worker encodes here, with ``encoder``. Several have encoders of their own, made by ``build(recipe)``: threads
-    where the tokenizer frees the interpreter's lock, else processes. Raises PreprocessError when a process dies.
+    if the tokenizer frees the interpreter's lock, else processes. Raises PreprocessError when a process dies.
     """
     if workers == 1:
         yield from map(encoder, blocks)

@@ -66,7 +66,7 @@ class PreprocessConfig:
     """Keep the order of the input whatever the number of partitions."""
 
     on_error: OnError = "stop"
-    """What a bad line does: stop, skip, or replace (characters that are none become U+FFFD; other faults stop)."""
+    """What a bad line does: stop, skip, or replace (invalid characters become U+FFFD; other faults stop)."""
 
     log_interval: int = 1000
     """Documents between progress lines."""
@@ -85,7 +85,7 @@ class Summary:
     """What a run has done so far.
 
     ``empty`` (documents), ``tokens`` and ``longest`` (document, in tokens) are counted for each key; ``replaced`` are the
-    lines in which characters that are none were replaced.
+    lines in which invalid characters were replaced.
     """
 
     documents: int = 0
@@ -149,7 +149,7 @@ def preprocess(config: PreprocessConfig, progress: TextIO | None = None) -> Summ
 
 
 def build_encoder(config: PreprocessConfig) -> Encoder:
-    """What every worker encodes with. Raises TokenizerError or PreprocessError when the flags give no such thing."""
+    """The encoder of each worker. Raises TokenizerError or PreprocessError if the flags describe none."""
     tokenizer = build_tokenizer(config.tokenizer, config.vocab_size)
     if config.append_eod and tokenizer.eod is None:
         raise PreprocessError("--append-eod: the tokenizer has no end-of-document token; leave the flag out or use another tokenizer.")
@@ -158,7 +158,7 @@ def build_encoder(config: PreprocessConfig) -> Encoder:
 
 
 class Progress:
-    """Tells how far a run is: a bar on a terminal, else a line each ``interval`` documents."""
+    """Tells how far a run is: a bar on a terminal, else a line per ``interval`` documents."""
 
     def __init__(self, interval: int, size_bytes: int | None, stream: TextIO | None) -> None:
         self._stream, self._interval, self._size_bytes = stream, interval, size_bytes

@@ -1,6 +1,6 @@
 """Byte-level BPE: GPT-2's two files, and the tokenizer.json of Hugging Face.
 
-Where the package ``gigatoken`` is installed it encodes batches, several times faster and to the same ids; the
+If the package ``gigatoken`` is installed it encodes batches, several times faster and to the same ids; the
 ``tokenizers`` library does everything else. DOMINO_LM_GIGATOKEN=0 in the environment leaves it out.
 """
 

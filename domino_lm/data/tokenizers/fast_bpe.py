@@ -28,7 +28,7 @@ class FastEncoder:
     The texts are joined by a special token, which is cut out of the ids again: one call then serves any number of
     texts and gives a plain array (its own call for batches returns an array type whose import alone takes a second).
     Texts that hold the token themselves are encoded one by one. gigatoken remembers every word it meets, without limit;
-    so it is made anew after ``RENEW_AFTER_BYTES`` of text, or earlier when the process has grown by ``GROWTH_BYTES``.
+    so it is rebuilt after ``RENEW_AFTER_BYTES`` of text, or earlier when the process has grown by ``GROWTH_BYTES``.
     """
 
     def __init__(self, make: Callable[[], Any], separator: str) -> None:
@@ -39,7 +39,7 @@ class FastEncoder:
 
     @classmethod
     def create(cls, description: str, separator: str) -> Self | None:
-        """One for the tokenizer.json ``description``; None without gigatoken, or for a tokenizer that it does not know."""
+        """An encoder for the tokenizer.json ``description``; None without gigatoken, or for a tokenizer that it does not know."""
         if os.environ.get("DOMINO_LM_GIGATOKEN") == "0":
             return None
         try:
@@ -83,7 +83,7 @@ class FastEncoder:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process, 0 where the system does not say."""
+    """Memory of this process, 0 if the system does not say."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

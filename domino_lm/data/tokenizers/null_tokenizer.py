@@ -30,7 +30,7 @@ class NullTokenizer:
         self.pad: int | None = -1 if pad is None else pad
 
     def encode(self, text: str) -> list[int]:
-        """Raises TokenizerError where the text is not ids with single spaces between them."""
+        """Raises TokenizerError if the text is not ids with single spaces between them."""
         words = text.split(" ")
         try:
             return list(map(int, words))

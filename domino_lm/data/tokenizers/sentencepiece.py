@@ -1,6 +1,6 @@
 """Tokenizers on SentencePiece models, with a memory of words that makes encoding several times faster.
 
-Where no piece of a BPE model reaches over a space, words are encoded independently of each other, so the ids of a word
+If no piece of a BPE model reaches over a space, words are encoded independently of each other, so the ids of a word
 seen before can be looked up. Whether a model is of this kind is read from the model itself; others are encoded text by
 text.
 """
