@@ -57,7 +57,7 @@ def say(heading: str) -> None:
 
 
 def run(arguments: str) -> str | None:
-    """Show and run one Python command of this environment; its output is shown and returned, None where it failed."""
+    """Show and run one Python command of this environment; its output is shown and returned, None if it failed."""
     print(f"$ python {arguments}\n", flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.getcwd()}
     command = [sys.executable, *shlex.split(arguments)]
@@ -82,7 +82,7 @@ def unigram_entropy(prefix: Path) -> float:
 
 
 def sum_up(log: str, seconds: float) -> int:
-    """Say in plain words what came out; the exit code is 0 where the model learned to use context."""
+    """Say in plain words what came out; the exit code is 0 if the model learned to use context."""
     first_loss = float(re.findall(r"first loss ([0-9.]+)", log)[-1])
     losses = [float(value) for value in re.findall(r"lm loss value: (\S+)", log)]
     ended = re.findall(r"training ended: .*", log)[-1]

@@ -1,7 +1,7 @@
 """Sharded tensors on disk: a PyTorch distributed checkpoint with the keys and stacked shapes of Megatron's torch_dist format.
 
 A key names one global tensor; the layers of a model share it, stacked along a leading dimension. Each rank writes and
-reads blocks of it, so that a checkpoint does not know the parallel sizes that it was saved with.
+reads blocks of it, so a checkpoint does not depend on the parallel sizes that it was saved with.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Block:
     offsets: tuple[int, ...]
     values: Tensor  # a view with the rectangle's shape, stacked dimension included
     sharded: bool  # over TP: no other TP rank holds these values
-    vocab_rows: int | None = None  # true rows where dimension 0 is the padded vocabulary
+    vocab_rows: int | None = None  # true rows if dimension 0 is the padded vocabulary
     owned: bool = False  # over DP: no other replica holds these values
 
     @property
@@ -99,7 +99,7 @@ def blocks_of_range(
 ) -> Iterator[Block]:
     """Blocks of ``values`` [n], the elements from ``start`` on of a flattened local tensor of ``shape``, that no other replica holds.
 
-    Up to three rectangles, since the first and the last row may be cut, each again cut where ``spec.shard_blocks`` end.
+    Up to three rectangles, since the first and the last row may be partial, each again cut where ``spec.shard_blocks`` end.
     """
     assert len(shape) in (1, 2), f"a weight is a vector or a matrix, not {list(shape)}"
     stop, columns = start + values.numel(), shape[1] if len(shape) == 2 else 1
@@ -137,7 +137,7 @@ def write_blocks(
 
     ``objects`` are bytes under keys of their own. ``resolve`` gives each block's values when its turn comes, so that they
     need not be in memory together; planning takes shapes and types from the block. Raises CheckpointError on all ranks
-    where any of them fails.
+    if any of them fails.
     """
     planner = _BlockWriter(blocks, objects or {}, resolve or (lambda block: block.values))
     try:
@@ -212,7 +212,7 @@ def plan_reads(folder: Path, metadata: Metadata, blocks: Sequence[Block], comple
     """Work out which stored chunks fill ``blocks``, by key, without touching a value.
 
     Rows of a padded vocabulary may differ between ``blocks`` and the checkpoint, as long as it holds the true rows; all
-    other shapes must be equal. Where the blocks are a ``complete`` model, it may hold no other weights. Raises CheckpointError naming keys, what the run needs and what the checkpoint holds.
+    other shapes must be equal. If the blocks are a ``complete`` model, it may hold no other weights. Raises CheckpointError naming keys, what the run needs and what the checkpoint holds.
     """
     by_key: dict[str, list[Block]] = {}
     for block in blocks:
@@ -237,7 +237,7 @@ def plan_reads(folder: Path, metadata: Metadata, blocks: Sequence[Block], comple
 
 
 def _mismatch(block: Block, tensor: Any) -> str | None:
-    """Why a stored tensor cannot fill a block of this key; None where it can."""
+    """Why a stored tensor cannot fill a block of this key; None if it can."""
     needed = list(block.global_shape)
     if not isinstance(tensor, TensorStorageMetadata):
         return f"the run needs {needed}, the checkpoint has no such tensor"
@@ -250,7 +250,7 @@ def _mismatch(block: Block, tensor: Any) -> str | None:
 
 
 def _stored_parts(blocks: Sequence[Block], tensor: TensorStorageMetadata) -> Iterator[ChunkStorageMetadata]:
-    """The part of each block that the stored tensor reaches: fewer rows where its vocabulary was padded less."""
+    """The part of each block that the stored tensor reaches: fewer rows if its vocabulary was padded less."""
     for block in blocks:
         sizes = list(block.values.shape)
         if block.vocab_rows is not None:
@@ -261,7 +261,7 @@ def _stored_parts(blocks: Sequence[Block], tensor: TensorStorageMetadata) -> Ite
 
 
 def _hole(items: Sequence[ReadItem], parts: Iterator[ChunkStorageMetadata]) -> str | None:
-    """Where stored chunks do not fill a part exactly; None where they do."""
+    """The parts that stored chunks do not fill exactly; None if they fill all."""
     filled: dict[tuple[int, ...], int] = {}
     for item in items:
         offsets = tuple(item.dest_index.offset or ())
@@ -294,7 +294,7 @@ def read_blocks(folder: Path, metadata: Metadata, blocks: Sequence[Block], reads
     """Fill ``blocks`` from ``folder`` as `plan_reads` planned. No collective; tensors are read as data, never as code.
 
     Vocabulary rows that the checkpoint does not hold keep their values in weights, and are zero in optimizer moments.
-    Raises CheckpointError naming key and files where data cannot be read; blocks are half filled then.
+    Raises CheckpointError naming key and files if data cannot be read; blocks are half filled then.
     """
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -306,7 +306,7 @@ def read_blocks(folder: Path, metadata: Metadata, blocks: Sequence[Block], reads
         try:
             reader.read_data(LoadPlan(list(items)), target).wait()
         except Exception as error:
-            # Damaged bytes raise whatever the layer that trips over them raises.
+            # Damaged bytes raise different errors in different layers.
             files = sorted({metadata.storage_data[item.storage_index].relative_path for item in items})
             raise CheckpointError(
                 f"{folder}: {key} cannot be read from {', '.join(files)}: {_first_line(error)}. The data is damaged; "

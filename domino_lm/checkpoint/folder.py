@@ -29,7 +29,7 @@ def iteration_folder(folder: Path | str, iteration: int) -> Path:
 def detect_kind(folder: Path | str) -> Kind:
     """The kind of the checkpoint in ``folder``, which holds a tracker and iterations, or is the checkpoint itself.
 
-    Raises CheckpointError where there is none, naming what was looked for.
+    Raises CheckpointError if there is none, naming what was looked for.
     """
     path = find_checkpoint(folder)
     kind = None if path is None else kind_of(path)
@@ -42,7 +42,7 @@ def detect_kind(folder: Path | str) -> Kind:
 
 
 def kind_of(path: Path) -> Kind | None:
-    """The kind of checkpoint that lies in ``path`` itself, complete or not; None where it holds none."""
+    """The kind of checkpoint that lies in ``path`` itself, complete or not; None if it holds none."""
     if not path.is_dir():
         return None
     if (path / STATE_FILE).is_file():
@@ -57,10 +57,10 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def find_checkpoint(folder: Path | str, iteration: int | None = None) -> Path | None:
-    """The folder of the checkpoint to take: of ``iteration``, or the latest complete one; None where ``folder`` holds none.
+    """The folder of the checkpoint to take: of ``iteration``, or the latest complete one; None if ``folder`` holds none.
 
     The latest is the tracker's, or with a warning the newest complete one; ``folder`` may be the checkpoint itself.
-    Raises CheckpointError where checkpoints exist and not one of them is complete.
+    Raises CheckpointError if checkpoints exist and not one of them is complete.
     """
     folder = Path(folder)
     if iteration is not None:
@@ -84,7 +84,7 @@ def find_checkpoint(folder: Path | str, iteration: int | None = None) -> Path | 
 
 
 def latest_iteration(folder: Path | str) -> int | None:
-    """The number of the checkpoint that `find_checkpoint` takes; None where there is none, 0 for Megatron's ``release``."""
+    """The number of the checkpoint that `find_checkpoint` takes; None if there is none, 0 for Megatron's ``release``."""
     path = find_checkpoint(folder)
     if path is None:
         return None
@@ -93,7 +93,7 @@ def latest_iteration(folder: Path | str) -> int | None:
 
 
 def incomplete(path: Path) -> str | None:
-    """Why the checkpoint in ``path`` cannot be loaded; None where all of its files are there."""
+    """Why the checkpoint in ``path`` cannot be loaded; None if all of its files are there."""
     if not path.is_dir():
         return f"the folder {path.name} does not exist"
     kind = kind_of(path)

@@ -93,7 +93,7 @@ def _member(owner: Any, name: str) -> _Record:
 def read_metadata(folder: Path) -> Metadata:
     """Read the index of the checkpoint in ``folder``: tensors, chunks, and where in which file each chunk lies.
 
-    Nothing that the file names is called. Raises CheckpointError where it is missing, damaged, or names anything that
+    Nothing that the file names is called. Raises CheckpointError if it is missing, damaged, or names anything that
     an index has no use for.
     """
     path = folder / METADATA_FILE
@@ -130,7 +130,7 @@ def missing_data(folder: Path, metadata: Metadata) -> list[str]:
 
 
 def _rebuild(index: Any) -> Metadata:
-    """The index as PyTorch's own classes, from records; TypeError, KeyError or ValueError where a field is not what it must be."""
+    """The index as PyTorch's own classes, from records; TypeError, KeyError or ValueError if a field is not what it must be."""
     fields = _fields(index, "Metadata")
     tensors = {_key(key): _storage(value) for key, value in fields["state_dict_metadata"].items()}
     places = {_index(key): _place(value) for key, value in fields["storage_data"].items()}

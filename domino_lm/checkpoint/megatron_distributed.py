@@ -1,4 +1,4 @@
-"""Megatron's ``--ckpt-format torch_dist`` beside its tensors: the state that all ranks share, wherever its version keeps it."""
+"""Megatron's ``--ckpt-format torch_dist`` beside its tensors: the state that all ranks share, in whichever place its version keeps it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MASTER_PREFIX = "optimizer.state.fp32_param."
 def read_common(path: Path, metadata: Metadata) -> dict[str, Any]:
     """Arguments, iteration, optimizer's numbers and schedule: from ``common.pt``, or from an object among the tensors.
 
-    Objects of Megatron's classes are inert records. Raises CheckpointError where neither is there or can be read.
+    Objects of Megatron's classes are inert records. Raises CheckpointError if neither is there or can be read.
     """
     if (path / COMMON_FILE).is_file():
         common = load_torch_file(path / COMMON_FILE, str(path / COMMON_FILE))

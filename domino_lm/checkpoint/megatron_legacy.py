@@ -53,7 +53,7 @@ class LegacyCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> LegacyCheckpoint:
-        """Map all files in ``path``. Raises CheckpointError where one is missing, damaged, or in a form that is not read."""
+        """Map all files in ``path``. Raises CheckpointError if one is missing, damaged, or in a form that is not read."""
         fault = incomplete(path)
         if fault is not None:
             raise CheckpointError(f"{path.parent}: {fault}. Take another iteration")
@@ -88,11 +88,11 @@ class LegacyCheckpoint:
         return list(self._ranks[0].weights)
 
     def whole(self, spec: ParameterSpec, role: Role) -> Tensor:
-        """The unsharded tensor of ``spec``, vocabulary rows as stored; weights in fp32 where the checkpoint has them so."""
+        """The unsharded tensor of ``spec``, vocabulary rows as stored; weights in fp32 if the checkpoint has them so."""
         return spec.unshard([self._of(rank, spec.name, role) for rank in self._ranks])
 
     def check(self, specs: Sequence[ParameterSpec], with_optimizer: bool) -> None:
-        """Raise CheckpointError, naming both shapes, where the tensors are not those of ``specs``."""
+        """Raise CheckpointError, naming both shapes, if the tensors are not those of ``specs``."""
         if with_optimizer and not self.has_optimizer:
             distributed = _is_distributed(self.common.get("optimizer") or {}, self.path / "mp_rank_00")
             if distributed:

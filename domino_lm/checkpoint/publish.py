@@ -11,7 +11,7 @@ from domino_lm.checkpoint.folder import TRACKER_FILE
 
 
 def publish(unfinished: Path, final: Path, tracked_as: str | None) -> None:
-    """Give ``unfinished`` the name ``final``, and let the tracker beside it say ``tracked_as`` where that is given.
+    """Give ``unfinished`` the name ``final``, and write ``tracked_as``, if given, into the tracker beside it.
 
     Every step is complete on disk before the next one; OSError anywhere leaves an older ``final`` and the tracker as they were.
     """
@@ -30,7 +30,7 @@ def publish(unfinished: Path, final: Path, tracked_as: str | None) -> None:
 
 
 def _replace_folder(unfinished: Path, final: Path) -> None:
-    """Rename ``unfinished`` to ``final``; a checkpoint of that name makes way, and comes back where the renaming fails."""
+    """Rename ``unfinished`` to ``final``; a checkpoint of that name is moved aside, and moved back if the renaming fails."""
     if not final.exists():
         unfinished.rename(final)
         return
@@ -59,7 +59,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring a folder's list of names to disk, where the file system can."""
+    """Sync a folder's list of names to disk, if the file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

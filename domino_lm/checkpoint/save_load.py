@@ -1,4 +1,4 @@
-"""Saving and resuming: one folder an iteration, complete or absent, and a file that names the latest.
+"""Saving and resuming: one folder per iteration, complete or absent, and a file that names the latest.
 
 ::
 
@@ -68,7 +68,7 @@ def save_checkpoint(
     """Save weights, optimizer (unless None) and ``state`` (anything JSON holds) as ``iteration``, and return its folder.
 
     All ranks call this; each replica writes its share. The checkpoint appears under its name only once it is complete and
-    on disk, and the tracker moves last. Where any rank fails, all raise CheckpointError, and earlier checkpoints and the
+    on disk, and the tracker moves last. If any rank fails, all raise CheckpointError, and earlier checkpoints and the
     tracker stay as they were.
     """
     record = {
@@ -96,13 +96,13 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path | str, stack: HasParameters, optimizer: HasMoments | None, mesh: ParallelMesh, iteration: int | None = None
 ) -> dict[str, Any] | None:
-    """Fill weights and, where given, the optimizer from ``folder``, and return the saved state with its ``iteration``.
+    """Fill weights and, if given, the optimizer from ``folder``, and return the saved state with its ``iteration``.
 
-    Takes ``iteration``, or the latest complete one; returns None where ``folder`` holds no checkpoint at all. Reads what this
+    Takes ``iteration``, or the latest complete one; returns None if ``folder`` holds no checkpoint at all. Reads what this
     program saved and Megatron's legacy and torch_dist formats. Parallel sizes and the padding of the vocabulary may differ
     from the saved ones; the vocabulary rows that took part in the checkpoint's softmax, and no others, keep doing so. All
     ranks call this; every rank has checked what it will read before any value changes. Raises CheckpointError on all ranks
-    where any of them cannot load.
+    if any of them cannot load.
     """
     path = _on_first_rank(mesh.world, lambda: find_checkpoint(folder, iteration))
     if path is None:
@@ -136,7 +136,7 @@ def _share(blocks: Sequence[Block], mesh: ParallelMesh) -> list[Block]:
 
 
 def _complete_and_publish(unfinished: Path, final: Path, iteration: int, record: str) -> None:
-    """Add what is no tensor, look whether everything is there, and give the folder its name."""
+    """Add everything that is no tensor, check that all files are there, and rename the folder."""
     write_synced(unfinished / BACKEND_FILE, json.dumps(SHARDED_BACKEND).encode())
     write_synced(unfinished / COMMON_FILE, native_common(iteration))
     write_synced(unfinished / STATE_FILE, record.encode())
@@ -165,7 +165,7 @@ def _save_failure(final: Path, error: CheckpointError) -> str:
 
 
 def _attempt(action: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """The result of ``action``, or what went wrong: other ranks must hear of it before anyone raises."""
+    """The result of ``action``, or its error, which the other ranks must learn before any rank raises."""
     try:
         return action(), None
     except CheckpointError as error:
@@ -185,7 +185,7 @@ def _on_first_rank(world: Communicator, action: Callable[[], Result]) -> Result:
 
 
 def _on_every_rank(world: Communicator, action: Callable[[], Result]) -> Result:
-    """Run ``action`` everywhere; where it failed on any rank, every rank raises the first failure as CheckpointError."""
+    """Run ``action`` everywhere; if it failed on any rank, every rank raises the first failure as CheckpointError."""
     result, failure = _attempt(action)
     for rank, other in enumerate(world.all_gather_object(failure)):
         if other is not None:

@@ -51,20 +51,20 @@ class HasMoments(Protocol):
 
 
 class Source(Protocol):
-    """What `open_checkpoint` returns: everything has proved to fit, no value has changed."""
+    """What `open_checkpoint` returns: everything is known to fit, no value has changed."""
 
     record: dict[str, Any]
     """``iteration``, ``vocab_size``, ``softmax_rows``, ``optimizer_steps`` and ``state``, as native checkpoints keep them."""
 
     def fill(self) -> None:
-        """Read weights and, where they are wanted, moments into this rank's tensors. Master weights of an optimizer are filled from the
+        """Read weights and, if they are wanted, moments into this rank's tensors. Master weights of an optimizer are filled from the
         most exact that is stored; its parameters follow with `HasMoments.write_parameters`."""
 
 
 def open_checkpoint(path: Path, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> Source:
-    """Open the checkpoint that lies in ``path`` for the weights of ``stack`` and, where given, the moments of ``optimizer``.
+    """Open the checkpoint that lies in ``path`` for the weights of ``stack`` and, if given, the moments of ``optimizer``.
 
-    No collective. Raises CheckpointError where it is incomplete, of a kind that cannot be trained from, or does not fit.
+    No collective. Raises CheckpointError if it is incomplete, of a kind that cannot be trained from, or does not fit.
     """
     fault = incomplete(path)
     if fault is not None:
@@ -143,7 +143,7 @@ class Held(NamedTuple):
     parameter: Parameter
     tensor: Tensor
     start: int | None = None
-    """Its first element of the flattened parameter where no other data-parallel rank holds it; None: whole, and alike on all."""
+    """Its first element of the flattened parameter if no other data-parallel rank holds it; None: whole, and alike on all."""
 
     def blocks(self, tp: Communicator) -> Iterator[Block]:
         """Where it belongs in a checkpoint."""
@@ -156,7 +156,7 @@ class Held(NamedTuple):
 def _roles(parameters: Sequence[Parameter], optimizer: HasMoments | None, masters_apart: bool) -> Iterator[Held]:
     """Every tensor of this rank that a checkpoint knows.
 
-    Master weights have a role of their own where they lie ``masters_apart``, and else stand in for their weights; those of
+    Master weights have a role of their own if they lie ``masters_apart``, and else stand in for their weights; those of
     a rank's own share cannot, and are left out then.
     """
     pieces = [] if optimizer is None else optimizer.pieces
@@ -215,7 +215,7 @@ def record_of_megatron(common: Mapping[str, Any], vocab_rows: int, where: str) -
 
 
 def read_native_record(path: Path, metadata: Metadata) -> dict[str, Any]:
-    """What this program saved beside tensors. Raises CheckpointError where it is damaged or newer than this program."""
+    """What this program saved beside tensors. Raises CheckpointError if it is damaged or newer than this program."""
     file = path / STATE_FILE
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
@@ -234,12 +234,12 @@ def read_native_record(path: Path, metadata: Metadata) -> dict[str, Any]:
 
 
 def vocab_size_of(stack: HasParameters) -> int | None:
-    """The true vocabulary of a model; None where no parameter has vocabulary rows."""
+    """The true vocabulary of a model; None if no parameter has vocabulary rows."""
     return next((p.spec.vocab_rows for p in stack.parameters() if p.spec.vocab_rows is not None), None)
 
 
 def refuse_other_vocabulary(path: Path, saved: int | None, current: int | None) -> None:
-    """Raise CheckpointError where a native checkpoint's true vocabulary is not the run's."""
+    """Raise CheckpointError if a native checkpoint's true vocabulary is not the run's."""
     if saved is not None and saved != current:
         raise CheckpointError(
             f"{path}: the checkpoint was saved with a vocabulary of {saved} tokens, this run has {current}, and nothing was loaded. "
@@ -248,7 +248,7 @@ def refuse_other_vocabulary(path: Path, saved: int | None, current: int | None) 
 
 
 def softmax_rows_of(stack: HasParameters) -> int | None:
-    """Vocabulary rows that take part in the softmax, padded ones included where they do; right on tensor-parallel rank 0."""
+    """Vocabulary rows that take part in the softmax, padded ones included if they do; correct on tensor-parallel rank 0 alone."""
     head = getattr(stack, "head", None)
     if not isinstance(head, Head):
         return None
@@ -263,7 +263,7 @@ def set_softmax_rows(stack: HasParameters, rows: int | None, tp_rank: int) -> No
 
 
 def _refuse_too_few_rows(path: Path, rows: int | None, stack: HasParameters) -> None:
-    """Raise CheckpointError where the run's padded vocabulary would leave rows out that take part in the checkpoint's softmax."""
+    """Raise CheckpointError if the run's padded vocabulary would leave rows out that take part in the checkpoint's softmax."""
     found = next((p.spec.shape[0] for p in stack.parameters() if p.spec.vocab_rows is not None), None)
     if rows is not None and found is not None and found < rows:
         raise CheckpointError(

@@ -47,7 +47,7 @@ class Inert:
 def load_torch_file(source: Path | bytes, what: str) -> Any:
     """The object in a file (or its bytes) that torch.save wrote; tensors of a file are mapped, not read, until they are used.
 
-    ``what`` names the file in errors. Raises CheckpointError where it is missing, damaged, or names anything that a
+    ``what`` names the file in errors. Raises CheckpointError if it is missing, damaged, or names anything that a
     training state has no use for; nothing in it is run.
     """
     try:

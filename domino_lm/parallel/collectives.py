@@ -1,4 +1,4 @@
-"""Collectives over one group of ranks, and what hides PyTorch's differences between backends."""
+"""Collectives over one group of ranks; PyTorch's differences between backends stay in here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Work(Protocol):
-    """What is asked of a `torch.distributed.Work`."""
+    """The methods of `torch.distributed.Work` that are used."""
 
     def is_completed(self) -> bool: ...
 
@@ -28,7 +28,7 @@ class Pending:
     def __init__(
         self, buffer: Tensor, work: Work | None, finish: Callable[[Tensor], Tensor] | None = None, source: Tensor | None = None
     ) -> None:
-        """``source`` is what a GPU still reads while the collective travels, where that is not the buffer."""
+        """``source`` is what a GPU still reads while the collective travels, if that is not the buffer."""
         self._buffer: Tensor | None = buffer
         self._work = work
         self._finish = finish
@@ -54,16 +54,16 @@ class Pending:
         return buffer if self._finish is None else self._finish(buffer)
 
     def then(self, finish: Callable[[Tensor], Tensor]) -> None:
-        """Have the wait hand over ``finish`` of the buffer, which must cost nothing or belong to the collective."""
+        """Make `wait` return ``finish`` of the buffer: a free view, or work that belongs to the collective."""
         self._finish = finish
 
     def block_current_stream(self) -> None:
-        """Order the current stream after the collective, which stays in flight: for a stream that looks on."""
+        """Make the current stream wait for the collective without redeeming it, as a stream that only measures does."""
         if self._work is not None:
             self._work.wait()
 
     def on_completion(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` from gloo's thread when the transfer has ended, or now where there is none."""
+        """Call ``callback`` from gloo's thread when the transfer has ended, or now if there is none."""
         if self._work is None:
             callback()
         else:
@@ -129,7 +129,7 @@ class Communicator:
     def reduce_scatter_start(self, tensor: Tensor, out: Tensor | None = None) -> Pending:
         """Begin to sum ``tensor`` [n, ...] over the group; rank r receives its r-th share [n / size, ...] of the sum.
 
-        ``out`` takes the share where it is given; it may be the share's own place in ``tensor``.
+        ``out`` takes the share if it is given; it may be the share's own place in ``tensor``.
 
         gloo's own reduce-scatter moves the bytes of an all-reduce, so there the shares are exchanged and summed at the wait.
         """

@@ -12,7 +12,7 @@ from domino_lm.parallel.collectives import Communicator, Pending
 
 
 class PairCommunicator(Communicator):
-    """Two ranks on gloo that send each other what the other lacks; what is begun equals a collective of gloo bit for bit.
+    """Two ranks on gloo that exchange messages; results equal those of gloo's collectives bit for bit.
 
     gloo guards a connection with one lock. Its I/O thread does not wait for it but polls, and on a core that also computes
     that is expensive: an arrival suspends a sender that holds the lock, and the I/O thread polls until its time slice is up.

@@ -31,7 +31,7 @@ class ParallelMesh:
         """Join the ranks that torchrun started, or stand alone as one plain process.
 
         Reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``. Rank r is tensor-parallel rank ``r % t`` of replica ``r // t``.
-        ``kernels`` says how NCCL's kernels share the GPU. Raises ConfigError where t does not divide the number of ranks.
+        ``kernels`` says how NCCL's kernels share the GPU. Raises ConfigError if t does not divide the number of ranks.
         """
         kernels = kernels or KernelConfig()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -52,9 +52,9 @@ class ParallelMesh:
     def from_world(
         cls, tp_size: int, device: torch.device, timeout: timedelta | None = None, nccl: KernelConfig | None = None
     ) -> ParallelMesh:
-        """Cut the process group that torch.distributed already has into TP groups of ``tp_size`` and DP groups across them.
+        """Split torch.distributed's process group into TP groups of ``tp_size`` and DP groups across them.
 
-        ``nccl`` holds what its groups of NCCL are made with, where they are to be of NCCL.
+        ``nccl`` holds the options of NCCL groups, if the groups use NCCL.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         grid = torch.arange(size).view(size // tp_size, tp_size)  # [dp, tp]
@@ -99,14 +99,14 @@ def check_layout(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def default_device() -> torch.device:
-    """This rank's GPU where CUDA is available, else the CPU."""
+    """This rank's GPU if CUDA is available, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
 def _nccl_options(nccl: KernelConfig | None, group: str) -> Any:
-    """Options of one group, or None where all are NCCL's own."""
+    """Options of one group, or None if all are NCCL's own."""
     if nccl is None or (group not in nccl.high_priority_stream_groups and nccl.nccl_max_ctas is None):
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=group in nccl.high_priority_stream_groups)
@@ -118,8 +118,8 @@ def _nccl_options(nccl: KernelConfig | None, group: str) -> Any:
 def _fresh_store(timeout: timedelta) -> dict[str, Any]:
     """Where the ranks of a single node meet after torchrun has restarted them: apart from the addresses of those that died.
 
-    torchrun keeps one store over all restarts, in which gloo would find them. With several nodes the count of restarts is
-    not the same on all, and the store is PyTorch's matter.
+    torchrun keeps one store over all restarts, in which gloo would find them. With several nodes the count of restarts
+    differs between nodes, so PyTorch's own store is kept.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":

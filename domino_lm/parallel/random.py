@@ -41,7 +41,7 @@ def outer_hash(outer: Tensor, inner: Tensor) -> Tensor:
 
 
 class DropoutKey:
-    """Names the masks of one step: ``seed`` of the run, ``step`` as a device tensor, ``samples`` [b] within the step."""
+    """Identifies the masks of one step: ``seed`` of the run, ``step`` as a device tensor, ``samples`` [b] within the step."""
 
     __slots__ = ("samples", "seed", "step", "tokens")
 

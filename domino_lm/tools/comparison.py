@@ -29,7 +29,7 @@ MakeBatches = Callable[[ParallelMesh, int], Sequence[MicroBatch]]
 
 @dataclass(frozen=True)
 class Steps:
-    """What a few steps of one way to run came to; the same on every rank."""
+    """Results of a few steps of one way to run; the same on every rank."""
 
     losses: list[float]
     """Mean loss of each step's tokens."""
@@ -57,7 +57,7 @@ class Comparison:
         return sorted(self.tensors.items(), key=lambda item: -item[1])[:WORST_SHOWN]
 
     def is_normal(self, tolerance: float) -> bool:
-        """Whether rounding explains everything; NaN explains nothing."""
+        """Whether rounding explains every difference; never if one is NaN."""
         return all(difference <= tolerance for difference in (self.loss, self.norm, *self.tensors.values()))
 
 
@@ -94,7 +94,7 @@ def compare(name: str, found: Steps, reference: Steps) -> Comparison:
 
 
 def _furthest(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference; NaN where one occurs."""
+    """Largest relative difference; NaN if any is."""
     differences = [abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found, expected, strict=True)]
     return max(differences, key=lambda difference: (difference != difference, difference))
 

@@ -28,7 +28,7 @@ def describe_splits(splits: Splits) -> list[Report]:
 
 
 def describe_sample(dataset: Dataset, i: int, tokenizer: Tokenizer | None) -> Report:
-    """Sample ``i``: where it comes from, its text, and where its loss and positions are out of the ordinary."""
+    """Sample ``i``: its source, its text, and where its loss mask and positions are unusual."""
     sample = dataset[i]
     tokens, positions = sample["tokens"], sample["position_ids"]
     found: Report = {"sample": i}

@@ -13,7 +13,7 @@ class MergeError(ValueError):
 def pairs_in(folder: str) -> tuple[list[str], list[str]]:
     """Prefixes of all pairs in a folder, sorted, and the names of other files there (hidden ones left out).
 
-    Raises MergeError for half a pair, and where there is no pair.
+    Raises MergeError for half a pair, and if there is no pair.
     """
     if not os.path.isdir(folder):
         raise MergeError(f"--input {folder}: no such folder.")

@@ -1,4 +1,4 @@
-"""Whether the nodes of a job are fit for it: looked at by all ranks together, so that all of them get the same report."""
+"""Whether the nodes of a job are fit for it: all ranks check together and get the same report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 2**30
 PINGS, SMALL_ROUNDS, LARGE_ROUNDS = 8, 20, 5
 LARGE_BYTES = {"cuda": 256 * 2**20, "cpu": 4 * 2**20}
 SLOW_SHARE = 0.5
-"""A group below this share of the median of its kind is told."""
+"""A group below this share of the median of its kind is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def check(
     facts: Callable[[torch.device], dict[str, str]] = own_facts,
     stage: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """Every check, in order, on every rank of ``mesh``; all ranks get the same report. ``stage`` is told what begins."""
+    """Every check, in order, on every rank of ``mesh``; all ranks get the same report. ``stage`` is called with the name of each."""
     report = Report()
     world = mesh.world
     for name, run in (
@@ -262,7 +262,7 @@ def _shared(report: Report, world: Communicator, limits: Limits) -> None:
         errors = world.all_gather_object((socket.gethostname(), error))
         mine.unlink(missing_ok=True)
         wrong = [(rank, host, text) for rank, (host, text) in enumerate(errors) if text]
-        bad = min(wrong, key=lambda one: not one[2].startswith("cannot"), default=None)  # the cause before what follows from it
+        bad = min(wrong, key=lambda one: not one[2].startswith("cannot"), default=None)  # the cause before its consequences
         fault = None
         if bad is not None:
             fault = f"{folder} is not one folder for all: rank {bad[0]} on {bad[1]} {bad[2]}; mount the same file system on all nodes."

@@ -13,7 +13,7 @@ from domino_lm.schedule.render import write_png
 from domino_lm.tools.run_curves import PANELS, VALIDATION, RunCurves, RunCurvesError, read_run
 
 MARKERS = "os^Dvp"
-"""Of the validation sets, in turn."""
+"""Markers of the validation sets, in turn."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,7 +30,7 @@ EXIT_UNFIT, EXIT_WRONG_SETTINGS = 1, 2
 
 
 class Watchdog:
-    """Ends this process with one line where a stage takes longer than its time: nothing that hangs below can prevent it."""
+    """Ends this process with one line if a stage exceeds its time, even if a library call hangs."""
 
     def __init__(self, seconds: float, rank: int) -> None:
         self._seconds, self._rank = seconds, rank
@@ -46,7 +46,7 @@ class Watchdog:
         self._timer.start()
 
     def end(self) -> None:
-        """All is done."""
+        """Every stage has ended."""
         if self._timer is not None:
             self._timer.cancel()
 

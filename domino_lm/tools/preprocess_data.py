@@ -111,7 +111,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("stopped; no output was written")
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # at the end of the interpreter nobody handles its signal
+        signal.setitimer(signal.ITIMER_REAL, 0)  # no handler is left for its signal when the interpreter ends
     if as_json:
         print(json.dumps(dataclasses.asdict(summary) | {"outputs": {key: config.prefix(key) for key in config.json_keys}}))
     else:

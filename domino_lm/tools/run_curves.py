@@ -16,7 +16,7 @@ PANELS = {
     "tokens_per_s": "throughput (tokens/s over all ranks)",
 }
 TAGS = {"lm loss": "lm_loss", "learning-rate": "learning_rate", "grad-norm": "grad_norm"}
-"""What TensorBoard calls them. Tokens a second are no tag; a run that wants them writes a metrics file."""
+"""Their TensorBoard tags. Tokens per second have none; they come from a metrics file."""
 
 VALIDATION = "validation_loss"
 """Of several validation sets each has a number behind this name: ``validation_loss-0``."""
@@ -48,13 +48,13 @@ class RunCurves:
         return [at for pair in self.resumes if (at := pair[along != "iteration"]) is not None]
 
     def points(self, quantity: str, along: str) -> list[tuple[int, float]]:
-        """The values of one quantity along ``iteration`` or ``samples``; empty where the run has none."""
+        """The values of one quantity along ``iteration`` or ``samples``; empty if the run has none."""
         number = 0 if along == "iteration" else 1
         return [(point[number], point[2]) for point in self.values.get(quantity, ()) if point[number] is not None]  # type: ignore[misc]
 
 
 def read_run(path: Path) -> RunCurves:
-    """Curves of a metrics file, or of a folder with TensorBoard events. Raises RunCurvesError where there are none."""
+    """Curves of a metrics file, or of a folder with TensorBoard events. Raises RunCurvesError if there are none."""
     run = _from_events(path) if path.is_dir() else _from_lines(path)
     if not run.values:
         raise RunCurvesError(f"{path} holds no step of a run; give what --metrics-file or --tensorboard-dir wrote.")

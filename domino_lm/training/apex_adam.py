@@ -24,7 +24,7 @@ DECOUPLED_DECAY = BIAS_CORRECTION = 1
 
 
 class ApexAdamW:
-    """Apex's capturable kernel: learning rate, step and scale lie in device memory, and it skips where ``found_inf`` is 1."""
+    """Apex's capturable kernel: learning rate, step and scale lie in device memory, and it skips if ``found_inf`` is 1."""
 
     def __init__(self, extension: ModuleType) -> None:
         self._kernel = extension.multi_tensor_adam_capturable
@@ -58,7 +58,7 @@ class ApexAdamW:
 
 
 def find_adamw(kernels: KernelConfig, device: torch.device) -> Callable[..., None]:
-    """PyTorch's fused AdamW, or Apex's where it is asked for. Raises ConfigError where that is not there."""
+    """PyTorch's fused AdamW, or Apex's if it is asked for. Raises ConfigError if that is not there."""
     if not kernels.apex_optimizer:
         return adamw
     extension = find("amp_C") if device.type == "cuda" else None

@@ -41,7 +41,7 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: PrecisionConfig, device: torch.device) -> LossScale | None:
-        """The one that settings ask for; None where the loss is not scaled."""
+        """The one that settings ask for; None if the loss is not scaled."""
         if not precision.scales_loss:
             return None
         if precision.loss_scale is not None:
@@ -57,11 +57,11 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """A step has ended; ``found_inf`` [] is above 0 where a gradient was not finite, the same on every rank."""
+        """A step has ended; ``found_inf`` [] is above 0 if a gradient was not finite, the same on every rank."""
         if not self.dynamic:
             return
         overflow = found_inf > 0
-        clean = (self._clean_steps + 1).masked_fill(overflow, 0)  # torch.where would copy its numbers from the host
+        clean = (self._clean_steps + 1).masked_fill(overflow, 0)  # torch.where would copy its scalars from the host
         grows = clean == self._window
         patience = (self._patience - overflow.to(torch.int64)).masked_fill(grows, self._hysteresis)
         lower = (self.value * BACKOFF).clamp(min=self.minimum)

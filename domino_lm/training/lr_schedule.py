@@ -114,7 +114,7 @@ class LearningRateSchedule:
     def load_state_dict(self, state: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False) -> str:
         """Take over the position; a shape that differs is this run's with ``override``, the checkpoint's with ``use_checkpoint``.
 
-        The whole shape comes from one side. Returns in words which one, and what differs. Raises ConfigError where shapes
+        The whole shape comes from one side. Returns in words which one, and what differs. Raises ConfigError if shapes
         differ and neither is asked for.
         """
         mine = asdict(self.shape)

@@ -27,8 +27,8 @@ class Piece:
     """The elements of one parameter that this rank updates: ``start`` to ``stop`` of its flattened weights.
 
     ``main`` is what AdamW updates: the parameter's own memory, or an fp32 copy of a narrower one (a master weight). It has
-    the parameter's shape where the piece is the whole parameter, and is 1-D elsewhere. The gradient is ``gradient``
-    [stop - start] where data-parallel ranks hold shares, and else lies in ``main_grad``.
+    the parameter's shape if the piece is the whole parameter, and is 1-D elsewhere. The gradient is ``gradient``
+    [stop - start] if data-parallel ranks hold shares, and else lies in ``main_grad``.
     """
 
     parameter: Parameter
@@ -90,7 +90,7 @@ class StepInfo:
     """Norm over all gradients of the unsharded model, the loss scale taken out, before clipping; 0-d."""
 
     found_inf: Tensor
-    """1.0 where the norm was not finite, and then neither weights nor moments nor the step count changed; else 0.0; 0-d float32."""
+    """1.0 if the norm was not finite, and then neither weights nor moments nor the step count changed; else 0.0; 0-d float32."""
 
 
 def takes_weight_decay(parameter: Parameter) -> bool:
@@ -118,7 +118,7 @@ class Optimizer:
     ``exp_avg_sq`` hold the moments in the order of ``pieces``, each of its ``main``'s shape; they exist from the start, so
     that a checkpoint can be loaded before the first step. They are kept in ``moment_dtypes``, by default as ``main`` is, and
     updated in ``main``'s dtype. ``main_grad`` must be reduced over data parallelism before `step`, and hold gradients of a
-    loss multiplied by ``loss_scale`` where one is given.
+    loss multiplied by ``loss_scale`` if one is given.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Optimizer:
     def gradient_norm(self) -> Tensor:
         """Return the norm of the unsharded model's gradient as it stands in ``main_grad`` or shares, 0-d, the same on every rank.
 
-        Sharded parameters are summed over TP, replicated ones counted on TP rank 0 only; one all-reduce of one scalar. Where any
+        Sharded parameters are summed over TP, replicated ones counted on TP rank 0 only; one all-reduce of one scalar. If any
         gradient of any rank is not finite, counted or not, neither is the norm.
         """
         counted = self.counted_pieces()
@@ -219,7 +219,7 @@ class Optimizer:
             torch._foreach_copy_([piece.main for piece in self._masters], [piece.weights for piece in self._masters])
 
     def _divisor(self, norm: Tensor) -> Tensor | None:
-        """What gradients are divided by, 0-d float32: the loss scale times max(1, (norm + 1e-6) / clip); None where neither is on."""
+        """What gradients are divided by, 0-d float32: the loss scale times max(1, (norm + 1e-6) / clip); None if neither is on."""
         scale = None if self.loss_scale is None else self.loss_scale.value
         if self.clip_grad <= 0:
             return scale
@@ -227,7 +227,7 @@ class Optimizer:
         return clip if scale is None else clip * scale
 
     def _update(self, lr: float | Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
-        """AdamW of every piece, its gradient divided by ``divisor``; nothing where ``found_inf`` is 1."""
+        """AdamW of every piece, its gradient divided by ``divisor``; nothing if ``found_inf`` is 1."""
         for indices, weight_decay in self._runs():
             mains = [self.pieces[i].main for i in indices]
             kept = [self.exp_avg[i] for i in indices], [self.exp_avg_sq[i] for i in indices]
@@ -257,7 +257,7 @@ class Optimizer:
                     narrow.copy_(wide)
 
     def _runs(self) -> Iterator[tuple[list[int], float]]:
-        """Pieces that are updated together, by their numbers, and their weight decay: all of a kind, or few where state is narrow."""
+        """Pieces that are updated together, by their numbers, and their weight decay: all of a kind, or few if state is narrow."""
         for decays, weight_decay in ((True, self._weight_decay), (False, 0.0)):
             run: list[int] = []
             elements = 0

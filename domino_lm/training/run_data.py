@@ -25,7 +25,7 @@ from domino_lm.parallel.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class RunData:
-    """Samples of a run. A split that has nothing, or that nothing asks for, has no data set."""
+    """The data sets of a run: none for a split that is empty or not needed."""
 
     train: Dataset | ContinuedDataset
     valid: tuple[Dataset, ...]
@@ -35,7 +35,7 @@ class RunData:
     def build(cls, run: RunConfig, tokenizer: Tokenizer | None, mesh: ParallelMesh) -> RunData:
         """Open the data; training gets every sample of the whole run, an evaluation split those of one evaluation.
 
-        ``run.model.vocab_size`` must be resolved. Raises DatasetError where the data cannot give the samples.
+        ``run.model.vocab_size`` must be resolved. Raises DatasetError if the data cannot give the samples.
         """
         batch = global_batch_size(run, mesh.world.size)
         evaluated = batch * run.training.eval_iters if run.training.eval_interval else 0
@@ -75,16 +75,16 @@ class RunData:
         return "\n".join([f"{sum(share.samples for share in shares):,} training samples:", *(f"{'':10}{line}" for line in lines)])
 
     def position(self, consumed_samples: int, settings: DataConfig, earlier: DataRecord | None = None) -> DataRecord | None:
-        """What a checkpoint keeps of the training data after so many samples; None where they come in passes of their own (cyclic).
+        """What a checkpoint keeps of the training data after so many samples; None if they come in passes of their own (cyclic).
 
-        ``earlier`` is one of this run's, whose names of files need not be found again.
+        ``earlier`` is an older record of this run, whose file hashes are reused.
         """
         return record_of(self.train, consumed_samples, earlier) if settings.dataloader_type == "single" else None
 
-    def going_on(
+    def resume_from(
         self, position: dict[str, Any] | None, consumed_samples: int, end: int, settings: DataConfig
     ) -> tuple[RunData, str | None]:
-        """The data of a run that goes on from a checkpoint's ``position`` up to sample ``end``, and what is to be said of it."""
+        """The data resumed from a checkpoint's ``position`` up to sample ``end``, and a line for the log, or None."""
         if position is None or settings.dataloader_type != "single" or consumed_samples == 0 or isinstance(self.train, ContinuedDataset):
             return self, None
         train, said = continue_data(position, self.train, consumed_samples, end, settings.data_cache_path)
@@ -92,7 +92,7 @@ class RunData:
 
 
 def _refuse_too_few(splits: Splits, sizes: tuple[int | None, ...], run: RunConfig, batch: int) -> None:
-    """Raise DatasetError where a blend without weights, which passes over its sources once, ends before the run does."""
+    """Raise DatasetError if a blend without weights, which passes over its sources once, ends before the run does."""
     wanted = dict(zip(("train", "valid", "test"), sizes, strict=True))
     for name, dataset in splits.named():
         split, size = name.split()[0], wanted[name.split()[0]]

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 
 class Asked(NamedTuple):
-    """What one rank, or after reduction any rank, asks for."""
+    """Requests to stop: of one rank, or after reduction of any rank."""
 
     signal: bool = False
     """A signal came."""
 
     time_over: bool = False
-    """The time that the run was given is over."""
+    """The run's time is over."""
 
 
 class StopSignal:
@@ -44,7 +44,7 @@ class StopSignal:
 
 
 class GarbageCollection:
-    """While entered with ``manual``, Python collects garbage only where it is told to: every rank at the same step.
+    """While entered with ``manual``, Python collects garbage only in `step` and `collect`: every rank at the same step.
 
     A collection that comes due by itself on one rank makes all others wait for it in the next collective.
     """
@@ -65,11 +65,11 @@ class GarbageCollection:
             gc.enable()
 
     def step(self, iteration: int) -> None:
-        """Collect where the interval says so."""
+        """Collect if the interval says so."""
         if self._manual and self._interval and iteration % self._interval == 0:
             gc.collect()
 
     def collect(self) -> None:
-        """Collect where other work interrupts the steps anyway."""
+        """Collect at a point where other work interrupts the steps anyway."""
         if self._manual:
             gc.collect()

@@ -53,10 +53,10 @@ class FitResult:
     """finished, SIGTERM, exit-interval, exit-samples or exit-duration-in-mins."""
 
     first_loss: float
-    """Of the first step that ran here, before it changed a weight; nan where none ran."""
+    """Of the first step that ran here, before it changed a weight; nan if none ran."""
 
     tokens_per_s: float
-    """Over all ranks, without evaluations, saving and the first step; 0 where there was no second step."""
+    """Over all ranks, without evaluations, saving and the first step; 0 if there was no second step."""
 
     data_ms_per_step: float = 0.0
     """Time that rank 0 waited for data in a step, the first one left out."""
@@ -215,7 +215,7 @@ class Trainer:
         return float(loss_sum / max(tokens, 1))
 
     def save(self) -> None:
-        """Write a checkpoint where ``--save`` is given, unless this iteration has one from this run."""
+        """Write a checkpoint if ``--save`` is given, unless this iteration has one from this run."""
         folder = self.run.checkpoint.save
         if folder is None or self._saved_at == self.iteration:
             return
@@ -237,9 +237,9 @@ class Trainer:
         self._saved_at = self.iteration
 
     def load(self) -> None:
-        """Resume from ``--load`` where it holds a checkpoint.
+        """Resume from ``--load`` if it holds a checkpoint.
 
-        Raises ConfigError where the checkpoint is of another model or learning-rate schedule, or where
+        Raises ConfigError if the checkpoint is of another model or learning-rate schedule, or if
         ``--exit-on-missing-checkpoint`` finds none.
         """
         checkpoint = self.run.checkpoint
@@ -296,7 +296,7 @@ class Trainer:
             self._logged.append(parameter_norm(self.optimizer))
 
     def _rate(self) -> float | torch.Tensor:
-        """The step's learning rate, in device memory where the update is captured and must not hold its number."""
+        """The step's learning rate, in device memory if the update is captured and must not hold its number."""
         return self._learning_rate if self.run.kernels.cuda_graph else self.schedule.value()
 
     def _named(self, logged: list[float]) -> dict[str, Any]:
@@ -320,11 +320,11 @@ class Trainer:
         return values
 
     def _go_on_with_data(self, position: dict[str, Any] | None) -> None:
-        """Read on where the checkpoint stood, in each source apart where its mixture is another."""
+        """Read on where the checkpoint stood, in each source apart if its mixture is another."""
         if position is None:  # of Megatron's, or read in passes of its own
             return
         end = self.batches.end(self.iteration, self.consumed_samples)[1]
-        self.data, said = self.data.going_on(position, self.consumed_samples, end, self.run.data)
+        self.data, said = self.data.resume_from(position, self.consumed_samples, end, self.run.data)
         if said is not None:
             self.console(said)
 
@@ -342,7 +342,7 @@ class Trainer:
         return minutes is not None and self.mesh.world.rank == 0 and time.monotonic() - began_s > minutes * 60
 
     def _reason_to_stop(self, agreed: Asked) -> str:
-        """Why the run ends after this step, the same on every rank; empty where it goes on."""
+        """Why the run ends after this step, the same on every rank; empty if it goes on."""
         training = self.run.training
         reasons = {
             "SIGTERM": agreed.signal,

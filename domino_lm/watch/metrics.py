@@ -41,13 +41,13 @@ class StepReport:
     """Of these, waiting for data on this rank."""
 
     exposed_s: float | None = None
-    """Of these, waiting for communication; None where the step was not recorded, or cannot be from the host."""
+    """Of these, waiting for communication; None if the step was not recorded, or cannot be from the host."""
 
     params_norm: float | None = None
-    """After the update; None where nobody asked."""
+    """After the update; None unless it was asked for."""
 
     num_zeros: int | None = None
-    """Gradient entries that are exactly 0; None where nobody asked."""
+    """Gradient entries that are exactly 0; None unless it was asked for."""
 
     @property
     def bad_loss(self) -> bool:
@@ -56,7 +56,7 @@ class StepReport:
 
     @property
     def loss(self) -> float:
-        """Nats per token; 0 where every token is masked."""
+        """Nats per token; 0 if every token is masked."""
         return self.loss_sum / max(self.tokens, 1)
 
 
@@ -66,11 +66,11 @@ class SpeedScale:
 
     seq_length: int
     flops_per_token: float
-    """Model FLOPs, forward and backward; nothing that is computed again counts."""
+    """Model FLOPs, forward and backward; recomputation does not count."""
 
     ranks: int
     peak_flops: float | None
-    """Of one rank's device; None where nobody knows."""
+    """Of one rank's device; None if unknown."""
 
     def tokens_per_s(self, sequences: int, seconds: float) -> float:
         """Over all ranks, masked tokens included."""
@@ -147,7 +147,7 @@ class LogInterval:
         return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
 
     def speed_line(self, memory_bytes: float) -> str:
-        """Tokens a second, what the steps waited for, memory and MFU."""
+        """Tokens per second, what the steps waited for, memory and MFU."""
         assert self._scale is not None, "a line about speed needs the run's scale"
         exposed = "n/a" if self.exposed_s is None else f"{self.exposed_s / max(self.recorded_s, 1e-9):.1%} of a step"
         mfu = self._scale.mfu(self.sequences, self.seconds)
@@ -194,7 +194,7 @@ class RunRate:
 
 
 def perplexity(loss: float) -> float:
-    """exp of the loss, which is held at 20 so that it stays readable."""
+    """exp of the loss, which is capped at 20 so that the number stays readable."""
     return math.exp(min(20.0, loss))
 
 

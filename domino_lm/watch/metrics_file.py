@@ -11,7 +11,7 @@ from typing import IO, Any
 
 
 class MetricsFile:
-    """One JSON object a line: a step has ``lm_loss``, an evaluation ``validation_loss``; both have ``iteration``.
+    """One JSON object per line: a step has ``lm_loss``, an evaluation ``validation_loss``; both have ``iteration``.
 
     A number that is not finite is null. A disk that fails turns the file off with a warning.
     """
@@ -22,7 +22,7 @@ class MetricsFile:
     @classmethod
     def open(cls, path: str, iteration: int) -> MetricsFile | None:
         """Go on in ``path``, without its lines beyond ``iteration``, which are of a run that is now resumed; None, with a warning,
-        where it cannot be written."""
+        if it cannot be written."""
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             kept = [line for line in read_lines(path) if line.get("iteration", 0) <= iteration] if iteration else []

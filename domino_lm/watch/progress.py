@@ -9,7 +9,7 @@ from domino_lm.watch.metrics import StepReport
 
 
 class ProgressBar:
-    """Steps done, loss and tokens a second. Lines must be printed through `print`, so that they do not tear the bar."""
+    """Steps done, loss and tokens per second. Lines must be printed through `print`, so that they do not tear the bar."""
 
     def __init__(self, begin: int, end: int) -> None:
         from tqdm import tqdm  # one rank needs it, and only on a terminal

@@ -1,4 +1,4 @@
-"""A timeline as one self-contained HTML page: pan, zoom, and read every op. Opens from disk, loads nothing."""
+"""A timeline as one self-contained HTML page: pan, zoom, and read every op. It opens from disk and loads nothing else."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _span_data(span: Span, waits: dict[Op, list[Span]]) -> dict[str, Any]:
     if span.lane == COMPUTE and op.kind is Kind.WAIT:
         data["exposed"] = data["length"]
     elif span.lane != COMPUTE:
-        # The first wait that ends after the collective began is its own; the same op may run once a micro-batch.
+        # The first wait that ends after the collective began is its own; the same op may run once per micro-batch.
         wait = next((wait for wait in waits.get(op, []) if wait.end_s >= span.start_s), None)
         data["exposed"] = wait.duration_s * MICROSECONDS if wait is not None else 0.0
         data["bytes"] = span.size_bytes

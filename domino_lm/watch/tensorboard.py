@@ -24,9 +24,9 @@ class TensorBoardLog:
 
     @classmethod
     def open(cls, folder: str, iteration: int, consumed_samples: int, world_size: int | None = None) -> TensorBoardLog | None:
-        """Write events into ``folder``, made where it is missing; points beyond ``iteration`` are of a run that is now resumed and go.
+        """Write events into ``folder``, made if it is missing; points beyond ``iteration``, of the run that is now resumed, are removed.
 
-        ``world_size`` is recorded where it is given. None, with a warning, where the folder cannot be written.
+        ``world_size`` is recorded if it is given. None, with a warning, if the folder cannot be written.
         """
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank needs it
 
@@ -44,7 +44,7 @@ class TensorBoardLog:
         self._guard(lambda: [self._writer.add_text(name, str(value), self._begin) for name, value in values.items()])
 
     def step(self, report: StepReport, throughput: float | None = None) -> None:
-        """Record one training step, with TFLOP/s per rank where asked; the time of a run's first step is start-up and stays out."""
+        """Record one training step, with TFLOP/s per rank if asked; the time of a run's first step is start-up and stays out."""
         values: dict[str, float | None] = {"learning-rate": report.learning_rate, "batch-size": report.batch_size}
         if not report.skipped:
             values |= {"lm loss": report.loss, "grad-norm": report.grad_norm}
@@ -88,9 +88,9 @@ class TensorBoardLog:
 
 
 def drop_later_points(folder: str, iteration: int, consumed_samples: int) -> None:
-    """Rewrite the event files of ``folder`` without scalars beyond ``iteration``, or beyond ``consumed_samples`` where that is their axis.
+    """Rewrite the event files of ``folder`` without scalars beyond ``iteration``, or beyond ``consumed_samples`` if that is their axis.
 
-    TensorBoard's own purge knows one axis only. Each file is replaced whole, and only where it holds such a point.
+    TensorBoard's own purge knows one axis only. Each file is replaced whole, and only if it holds such a point.
     """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter

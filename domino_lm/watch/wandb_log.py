@@ -1,4 +1,4 @@
-"""Weights & Biases, where it is installed and asked for."""
+"""Weights & Biases, if it is installed and asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WandbLog:
 
     @classmethod
     def open(cls, project: str, name: str | None, folder: str | None, settings: Mapping[str, object]) -> WandbLog | None:
-        """Begin a run there; None, with a warning, where the package is missing or refuses."""
+        """Start a run; None, with a warning, if the package is missing or refuses."""
         try:
             import wandb
         except ImportError:
@@ -31,12 +31,12 @@ class WandbLog:
             return None
 
     def log(self, values: Mapping[str, float | None], iteration: int) -> None:
-        """Record what is there of ``values`` at ``iteration``."""
+        """Record those of ``values`` that are not None at ``iteration``."""
         try:
             self._run.log({tag: value for tag, value in values.items() if value is not None}, step=iteration)
         except Exception as error:
             warnings.warn(f"Weights & Biases: {error}", stacklevel=2)
 
     def close(self) -> None:
-        """Bring everything there."""
+        """Send everything."""
         self._run.finish()

@@ -40,17 +40,17 @@ class Conversion:
     """Data type of the weights; None keeps that of the source."""
 
     vocab_size: int | None = None
-    """True vocabulary, where the source does not know it or knows a wrong one."""
+    """True vocabulary, if the source does not know it or knows a wrong one."""
 
     model: ModelConfig | None = None
     """Settings for a checkpoint of Megatron's that holds no arguments."""
 
     optimizer: bool = True
-    """Whether moments and schedule come along, where both kinds have them."""
+    """Whether to convert moments and schedule too, if both kinds have them."""
 
 
 def open_stored(load: Path, iteration: int | None = None, model: ModelConfig | None = None) -> StoredModel:
-    """The checkpoint in ``load``, of whatever kind. Raises CheckpointError where there is none, or it is not complete."""
+    """The checkpoint in ``load``, of whatever kind. Raises CheckpointError if there is none, or it is not complete."""
     kind = detect_kind(load)
     path = find_checkpoint(load, iteration)
     assert path is not None
@@ -69,7 +69,7 @@ def open_stored(load: Path, iteration: int | None = None, model: ModelConfig | N
 def convert(conversion: Conversion) -> tuple[StoredModel, Path]:
     """Convert, and return what was read and the folder that was written.
 
-    The folder appears under its name once it is complete and on disk. Raises CheckpointError where anything is refused or
+    The folder appears under its name once it is complete and on disk. Raises CheckpointError if anything is refused or
     fails; an older checkpoint and tracker are then as they were. Nothing that exists is overwritten.
     """
     stored = with_vocabulary(open_stored(conversion.load, conversion.iteration, conversion.model), conversion.vocab_size)
@@ -103,7 +103,7 @@ def convert(conversion: Conversion) -> tuple[StoredModel, Path]:
 
 
 def _target(stored: StoredModel, conversion: Conversion) -> tuple[Path, str | None]:
-    """The folder to write, and what the tracker is to say, or None where the kind has none."""
+    """The folder to write, and the tracker's text, or None if the kind has no tracker."""
     if conversion.to == "hf":
         if (conversion.save / TRACKER_FILE).exists():
             raise CheckpointError(
@@ -111,5 +111,5 @@ def _target(stored: StoredModel, conversion: Conversion) -> tuple[Path, str | No
             )
         return conversion.save, None
     if conversion.to != "native" and stored.iteration == 0:
-        return conversion.save / RELEASE, RELEASE  # Megatron's name for weights that no run of its own has led to
+        return conversion.save / RELEASE, RELEASE  # Megatron's name for weights that come from no run of its own
     return iteration_folder(conversion.save, stored.iteration), str(stored.iteration)

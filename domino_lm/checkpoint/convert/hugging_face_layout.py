@@ -182,7 +182,7 @@ def _renamed(name: str, names: Mapping[str, str], layers: str) -> str:
 
 
 def layout_for(model: ModelConfig) -> Layout:
-    """The family that ``model`` belongs to. Raises CheckpointError where it belongs to neither, saying why."""
+    """The family that ``model`` belongs to. Raises CheckpointError if it belongs to neither, saying why."""
     faults = {Gpt2: list(_not_gpt2(model)), Llama: list(_not_llama(model))}
     for family, reasons in faults.items():
         if not reasons:
@@ -217,7 +217,7 @@ def _not_llama(model: ModelConfig) -> Iterator[str]:
 def read_settings(config: Mapping[str, Any], where: str) -> Layout:
     """The layout that a ``config.json`` describes.
 
-    Raises CheckpointError where a key is missing, or it asks for arithmetic that this program does not have.
+    Raises CheckpointError if a key is missing, or it asks for arithmetic that this program does not have.
     """
     family = config.get("model_type")
     readers = {"gpt2": _read_gpt2, "llama": _read_llama, "mistral": _read_llama}

@@ -34,7 +34,7 @@ ShardOf = Callable[[ParameterSpec, Role, torch.dtype], Tensor]
 
 
 def read_legacy(path: Path, model: ModelConfig | None = None) -> StoredModel:
-    """A legacy checkpoint of Megatron's; ``model`` stands in where it holds no arguments."""
+    """A legacy checkpoint of Megatron's; ``model`` is used if it holds no arguments."""
     checkpoint = LegacyCheckpoint.open(path)
     record = record_of_megatron(checkpoint.common, checkpoint.vocab_rows, str(path))
     model = model or read_model(checkpoint.common, str(path))
