@@ -45,7 +45,7 @@ GIB = 2**30
 BUDGET_S = {"correctness": 90, "MFU": 100, "overhead": 90, "overlap": 80, "connections": 90}
 """Together with start-up eight minutes."""
 
-CUTS = ("serial", "baseline", "rows 2", "rows 2, wgrad together", "columns 2", "2 x 2")
+CUTS = ("serial", "baseline", "rows 2", "columns 2", "2 x 2")
 
 
 Section = Callable[[Bench, float], Iterator[Row]]
@@ -60,7 +60,7 @@ def mfu(bench: Bench, deadline_s: float) -> Iterator[Row]:
                 continue
             case = bench.case(family, seq_length, 1, size)
             stack = case.stack()
-            for name in ("baseline", "rows 2, wgrad together", "rows 2"):
+            for name in ("baseline", "rows 2"):
                 release(bench.device)
                 one = Slice(case, stack, SCHEDULES[name])
                 timing = in_turn({name: one}, bench.rounds, deadline_s=deadline_s)[name]
@@ -126,7 +126,7 @@ def overlap(bench: Bench, deadline_s: float) -> Iterator[Row]:
     predicted_free_s = predicted_s(case, BASELINE, free=(TP_LINK,))
     yield Row("overlap", "no communication", f"{free_s * 1e3:.2f} ms, predicted {predicted_free_s * 1e3:.2f}")
     for name in CUTS:
-        step_s, guess_s = timings[name].step_s, predicted_s(case, SCHEDULES[name])
+        step_s, guess_s = timings[name].step_s, predicted_s(case, SCHEDULES.get(name, BASELINE), serial=name == "serial")
         hidden = (serial_s - step_s) / max(serial_s - free_s, 1e-9)
         text = (
             f"{step_s * 1e3:.2f} ms, predicted {guess_s * 1e3:.2f}; {free_s / step_s:.3f} of the optimum, predicted "
@@ -138,7 +138,7 @@ def overlap(bench: Bench, deadline_s: float) -> Iterator[Row]:
 def overlapped(bench: Bench, case: Case, link: Link, names: Sequence[str], deadline_s: float) -> tuple[dict[str, Timing], dict[str, float]]:
     """Steps of each schedule on ``link`` and of the baseline without any, and how long compute stood waiting in one that is recorded."""
     slices = {"no communication": Slice(case, case.stack(), BASELINE, FreeLink())}
-    slices |= {name: Slice(case, case.stack(), SCHEDULES[name], link) for name in names}
+    slices |= {name: Slice(case, case.stack(), SCHEDULES.get(name, BASELINE), link, serial=name == "serial") for name in names}
     timings = in_turn(slices, bench.rounds, deadline_s=deadline_s)
     exposed = {}
     for name in names:

@@ -56,7 +56,7 @@ def correctness(bench: Bench, deadline_s: float) -> Iterator[Row]:
             expected: list[Tensor] | None = None
             differences: dict[str, float] = {}
             for name, schedule in SCHEDULES.items():
-                if schedule.config.domino_pair == "micro-batches" or (bench.rehearse and name not in REHEARSED):
+                if schedule.domino_pair == "micro-batches" or (bench.rehearse and name not in REHEARSED):
                     continue  # a slice has one micro-batch
                 one = Slice(case, stack, schedule)
                 if expected is None:

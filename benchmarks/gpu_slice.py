@@ -12,22 +12,26 @@ from torch import Tensor
 
 from benchmarks.emulated_link import EmulatedCommunicator, FreeLink, Link
 from domino_lm.config.kernels import KernelConfig
-from domino_lm.config.settings import ModelConfig
+from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.kernels.backends import choose_kernels, install_kernels
 from domino_lm.model.parameter import Parameter, ParameterFactory, ParameterSpec
 from domino_lm.model.stack import Stack, stack_of
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.schedule.cuts import resolve_cut
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.graphs import build_executor
+from domino_lm.schedule.ops import transformer_chain
 from domino_lm.schedule.passes import serialize
+from domino_lm.schedule.plan import Plan
 from domino_lm.schedule.prepare import prepare_plan
+from domino_lm.schedule.step import compute_plan
 from domino_lm.simulate.costs import shapes_of
 from domino_lm.simulate.hardware import Hardware
 from domino_lm.simulate.links import Fabric
 from domino_lm.simulate.memory import memory_of
-from domino_lm.simulate.predict import Schedule, Setting
+from domino_lm.simulate.predict import Setting
 from domino_lm.simulate.simulator import simulate
 
 
@@ -89,7 +93,16 @@ class Case:
 class Slice:
     """The executor of one schedule over a stack; its steps have no optimizer."""
 
-    def __init__(self, case: Case, stack: Stack, schedule: Schedule, link: Link | None = None, kernels: KernelConfig | None = None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        stack: Stack,
+        schedule: ScheduleConfig,
+        link: Link | None = None,
+        kernels: KernelConfig | None = None,
+        *,
+        serial: bool = False,
+    ) -> None:
         self.case, self.schedule = case, schedule
         kernels, tp, alone = kernels or KernelConfig(), case.communicator(link), Communicator.single()
         for part in stack.parts:
@@ -97,8 +110,8 @@ class Slice:
                 part.tp = tp
         install_kernels(stack, choose_kernels(kernels, case.device, case.dtype, case.model.hidden_size))
         mesh = ParallelMesh(alone, tp, alone, case.device)
-        plan, gradients = prepare_plan(stack, mesh, schedule.config, case.micro_batch_size, case.model.seq_length)
-        plan = serialize(plan) if schedule.serial else plan
+        plan, gradients = prepare_plan(stack, mesh, schedule, case.micro_batch_size, case.model.seq_length)
+        plan = serialize(plan) if serial else plan
         self.executor: Executor = build_executor(kernels, mesh, plan, stack, gradients, lambda: None)
         self.batch = case.batch()
         self.iteration = 0
@@ -144,15 +157,21 @@ def in_turn(slices: Mapping[str, Slice], rounds: int, warmups: int = 3, deadline
     return {name: Timing(*(median(column) for column in zip(*found, strict=True))) for name, found in samples.items()}
 
 
-def predicted_s(case: Case, schedule: Schedule, free: Sequence[str] = ()) -> float:
+def plan_of(case: Case, schedule: ScheduleConfig) -> Plan:
+    """Forward and backward of a micro-batch."""
+    return compute_plan(transformer_chain(case.model.num_layers), schedule, resolve_cut(schedule, case.setting.uncut))
+
+
+def predicted_s(case: Case, schedule: ScheduleConfig, free: Sequence[str] = (), *, serial: bool = False) -> float:
     """Forward and backward of a micro-batch by the simulator, the step's end left out as it is in a `Slice`."""
-    plan, setting = schedule.plan(case.setting), case.setting
+    setting, plan = case.setting, plan_of(case, schedule)
+    plan = serialize(plan) if serial else plan
     shapes = shapes_of(case.model, plan, case.tensor_parallel, setting.hardware, case.micro_batch_size)
     return simulate(plan, shapes, setting.hardware, free=free).makespan_s
 
 
-def predicted_bytes(case: Case, schedule: Schedule) -> float:
+def predicted_bytes(case: Case, schedule: ScheduleConfig) -> float:
     """Weights, gradients and activations at their peak."""
-    plan, setting = schedule.plan(case.setting), case.setting
+    setting, plan = case.setting, plan_of(case, schedule)
     shapes = shapes_of(case.model, plan, case.tensor_parallel, setting.hardware, case.micro_batch_size)
     return memory_of(plan.ops, shapes, optimizer_bytes=0).total

@@ -16,13 +16,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from domino_lm.config.settings import ModelConfig
-from domino_lm.schedule.ops import COMPUTE, TP_LINK, Kind
+from domino_lm.config.settings import ModelConfig, ScheduleConfig
+from domino_lm.schedule.cuts import resolve_cut
+from domino_lm.schedule.ops import COMPUTE, TP_LINK, Kind, transformer_chain
+from domino_lm.schedule.step import compute_plan
 from domino_lm.simulate.costs import shapes_of
 from domino_lm.simulate.hardware import HARDWARE, Hardware
 from domino_lm.simulate.links import Group
 from domino_lm.simulate.memory import memory_of
-from domino_lm.simulate.predict import BASELINE, SCHEDULES, Schedule, Setting, named_model, optimum, predict, sliced
+from domino_lm.simulate.predict import BASELINE, SCHEDULES, Setting, named_model, obstacle, optimum, predict, sliced
 from domino_lm.simulate.simulator import simulate
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -39,7 +41,7 @@ def setting_of(name: str, gpus: int, batch: int, seq_length: int, hardware: Hard
 def fractions(setting: Setting, names: Sequence[str] = BEST_KNOWN) -> dict[str, float]:
     """Share of the optimum of each schedule that the micro-batch allows."""
     best = optimum(setting).step_s
-    allowed = {name: SCHEDULES[name] for name in names if SCHEDULES[name].fits(setting)}
+    allowed = {name: SCHEDULES[name] for name in names if not obstacle(setting, SCHEDULES[name])}
     return {name: best / predict(setting, schedule).step_s for name, schedule in allowed.items()}
 
 
@@ -131,7 +133,7 @@ def data_parallel_alone(model: ModelConfig, gpus: int, sequences: int) -> str:
     return _throughput(step.tokens_per_s_per_device, step.memory.total)
 
 
-def tensor_parallel_step(model: ModelConfig, gpus: int, sequences: int, schedule: Schedule) -> str:
+def tensor_parallel_step(model: ModelConfig, gpus: int, sequences: int, schedule: ScheduleConfig) -> str:
     """TP 8 on each node, replicas across, micro-batches of two sequences; the optimizer is cut over replicas in memory only."""
     replicas = gpus // 8
     if sequences < 2 * replicas:
@@ -154,7 +156,7 @@ def fully_sharded(model: ModelConfig, gpus: int, sequences: int) -> str:
     if sequences < gpus:
         return "fewer sequences than GPUs"
     setting = Setting(model=model, hardware=H100, tensor_parallel=1, data_parallel=gpus, micro_batches=sequences // gpus)
-    plan = BASELINE.plan(setting)
+    plan = compute_plan(transformer_chain(model.num_layers), BASELINE, resolve_cut(BASELINE, setting.uncut))
     shapes = shapes_of(setting.model, plan, 1, setting.hardware, 1)
     step = simulate(plan, shapes, setting.hardware)
     group = Group(setting.devices, min(setting.devices, 8))
@@ -212,7 +214,7 @@ def pairing() -> Iterator[Sequence[object]]:
         for batch in (2, 4):
             setting = replace(setting_of("gpt3-13b", gpus, batch, 2048), micro_batches=8)
             best = optimum(setting).step_s
-            found = {name: predict(setting, SCHEDULES[name]) for name in PAIRS if SCHEDULES[name].fits(setting)}
+            found = {name: predict(setting, SCHEDULES[name]) for name in PAIRS if not obstacle(setting, SCHEDULES[name])}
             more = found["paired"].memory.activations / found["baseline"].memory.activations
             yield gpus, batch, *(best / found[name].step_s if name in found else "" for name in PAIRS), more
 
@@ -234,7 +236,7 @@ def recomputing() -> Iterator[Sequence[object]]:
         setting = setting_of("gpt3-13b", gpus, 4, 2048)
         best = optimum(setting).step_s
         for name, config in (("baseline", sliced(1)), ("rows 2", sliced(2))):
-            again = Schedule(replace(config.config, recompute_granularity="full"))
+            again = replace(config, recompute_granularity="full")
             plain, step = predict(setting, config), predict(setting, again)
             compute_s = sum(
                 time.compute_s for op, time in zip(step.shown.plan.ops, step.shown.times, strict=True) if op.kind is Kind.RECOMPUTE

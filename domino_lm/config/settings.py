@@ -213,26 +213,6 @@ class ScheduleConfig:
         """What data-parallel ranks share out, where there is more than one."""
         return self.data_parallel_sharding_strategy or ("optim" if self.use_distributed_optimizer else "no_shard")
 
-    def resolved(self, tensor_parallel: int) -> Literal["baseline", "domino"]:
-        """The schedule that runs at this tensor-parallel size; one rank alone has nothing to hide."""
-        if self.schedule in ("baseline", "domino"):
-            return self.schedule
-        return "domino" if tensor_parallel > 1 else "baseline"
-
-    def rows(self, micro_batch_size: int, tensor_parallel: int) -> int:
-        """Pieces that each micro-batch is cut into."""
-        if self.domino_row_slices is not None:
-            return self.domino_row_slices
-        if self.resolved(tensor_parallel) == "baseline" or (self.domino_row_dim is None and self.domino_column_slices > 1):
-            return 1
-        if self.row_dim(micro_batch_size) == "sequence":
-            return 4
-        return min(4 if self.domino_pair == "row-groups" else 2, micro_batch_size)
-
-    def row_dim(self, micro_batch_size: int) -> Literal["batch", "sequence"]:
-        """What rows are cut along."""
-        return self.domino_row_dim or ("sequence" if micro_batch_size == 1 else "batch")
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from domino_lm.config.batch_plan import global_batch_size
 from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.simulate.auto import choose
@@ -25,19 +24,10 @@ def settle_schedule(run: RunConfig, mesh: ParallelMesh) -> tuple[RunConfig, str]
     if run.schedule.schedule != "auto":
         return run, ""
     hardware = replace(_hardware(run.schedule.domino_calibration, mesh), element_bytes=run.precision.element_bytes)
-    replicas, micro = mesh.dp.size, run.training.micro_batch_size
-    setting = Setting(
-        model=run.model,
-        hardware=hardware,
-        tensor_parallel=mesh.tp.size,
-        data_parallel=replicas,
-        micro_batch_size=micro,
-        micro_batches=global_batch_size(run, mesh.world.size) // (micro * replicas),
-    )
     outcome: ConfigError | tuple[RunConfig, str] | None = None
     if mesh.world.rank == 0:
         try:
-            choice = choose(setting, run.schedule, _memory_bytes(mesh, hardware))
+            choice = choose(Setting.of(run, mesh.world.size, hardware), run.schedule, _memory_bytes(mesh, hardware))
             outcome = replace(run, schedule=choice.chosen.schedule), f"candidates by simulation on {hardware.name}:\n{choice}"
         except ConfigError as error:
             outcome = error

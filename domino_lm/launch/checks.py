@@ -9,6 +9,7 @@ from domino_lm.config.settings import ModelConfig, RunConfig, refuse
 from domino_lm.data.gpt_dataset import parse_split
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import sources_of
+from domino_lm.schedule.cuts import Uncut, cut_faults
 
 MOMENT_STEP = 2**-5
 """A bf16 moment is rounded to 2^-9 of itself; steps below 2^-5 of it would lose a sixteenth and more of what they add."""
@@ -138,8 +139,7 @@ def _model_faults(model: ModelConfig, tp: int) -> Iterator[str]:
 
 def _schedule_faults(run: RunConfig) -> Iterator[str]:
     """Cuts that do not fit what they cut, and settings of a schedule that is not on."""
-    schedule, micro, tp = run.schedule, run.training.micro_batch_size, run.parallel.tensor_model_parallel_size
-    rows, columns, along = schedule.rows(micro, tp), schedule.domino_column_slices, schedule.row_dim(micro)
+    schedule = run.schedule
     if schedule.schedule in ("baseline", "auto"):
         cuts = {"domino_row_slices": 1, "domino_column_slices": 1, "domino_row_dim": None, "domino_pair": None}
         given = [name for name, nothing in cuts.items() if getattr(schedule, name) not in (None, nothing)]
@@ -149,37 +149,12 @@ def _schedule_faults(run: RunConfig) -> Iterator[str]:
             return
     elif schedule.domino_calibration is not None:
         yield f"--domino-calibration {schedule.domino_calibration} is for --schedule auto; give that, or leave it out."
-    yield from _row_faults(run, rows, along)
-    if run.model.hidden_size % columns:
-        yield (
-            f"--domino-column-slices {columns} does not divide --hidden-size {run.model.hidden_size}; "
-            f"use {_either(_divisors(run.model.hidden_size)[:8])}."
-        )
-    if schedule.domino_pair == "row-groups" and (along == "sequence" or rows < 2):
-        yield (
-            f"--domino-pair row-groups needs two groups of sequences, but --micro-batch-size {micro} gives {rows} row(s) along the "
-            f"{along}; raise it to 2 or more, or use --domino-pair micro-batches."
-        )
+    yield from cut_faults(schedule, Uncut.of(run))
     yield from _recompute_faults(run)
     if schedule.use_distributed_optimizer and schedule.sharding == "no_shard":
         yield "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard; leave one out."
     if schedule.overlap_param_gather and schedule.sharding == "no_shard":
         yield "--overlap-param-gather gathers what --use-distributed-optimizer updates by shares; give that too, or leave it out."
-
-
-def _row_faults(run: RunConfig, rows: int, along: str) -> Iterator[str]:
-    """Rows that there are no sequences or tokens for."""
-    micro, length, tp = run.training.micro_batch_size, run.model.seq_length, run.parallel.tensor_model_parallel_size
-    if along == "batch" and rows > micro:
-        yield (
-            f"--domino-row-slices {rows} asks for more rows than --micro-batch-size {micro} has sequences; use at most {micro}, "
-            "or cut along the sequence with --domino-row-dim sequence."
-        )
-    unit = tp if run.schedule.sequence_parallel else 1
-    if length % unit:
-        yield f"--sequence-parallel cuts --seq-length {length} over {tp} ranks; make it a multiple of {tp}."
-    elif along == "sequence" and rows > length // unit:
-        yield f"{rows} rows along the sequence do not fit --seq-length {length}; use --domino-row-slices {length // unit} or fewer."
 
 
 def _recompute_faults(run: RunConfig) -> Iterator[str]:

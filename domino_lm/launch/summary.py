@@ -15,13 +15,14 @@ from domino_lm.config.batch_plan import BatchSchedule, data_parallel_size
 from domino_lm.config.schema import settings
 from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
 from domino_lm.launch.file_checks import calibration
+from domino_lm.schedule.cuts import Uncut, resolve_cut, resolved_schedule
 from domino_lm.schedule.passes import step_templates
-from domino_lm.schedule.plan import Plan, cut
+from domino_lm.schedule.plan import Plan
 from domino_lm.simulate.auto import choose
 from domino_lm.simulate.costs import Shapes, model_parts
 from domino_lm.simulate.hardware import HARDWARE, Hardware
 from domino_lm.simulate.memory import Memory, memory_of
-from domino_lm.simulate.predict import Schedule, Setting, step_plan
+from domino_lm.simulate.predict import Setting, planned
 from domino_lm.simulate.remarks import plan_text
 
 MIB = 2**20
@@ -105,7 +106,7 @@ class RunSummary:
 
     def schedule(self) -> str:
         """Which schedule runs, and why."""
-        return schedule_reason(self.run, self.run.parallel.tensor_model_parallel_size)
+        return schedule_reason(self.run)
 
     def memory(self) -> str:
         """Estimate of one rank, by kind."""
@@ -138,12 +139,9 @@ def plan_of_step(run: RunConfig, world_size: int, device: str, layer: int | None
 
 def _step(run: RunConfig, world_size: int, device: str) -> tuple[Plan, Shapes, int]:
     """Plan, shapes and micro-batches of a full step."""
-    tp, replicas, micro = run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size), run.training.micro_batch_size
-    config = replace(run.schedule, schedule=None) if run.schedule.schedule == "auto" else run.schedule
-    hardware = _eager(device, run.precision.element_bytes)
-    setting = Setting(model=run.model, hardware=hardware, tensor_parallel=tp, data_parallel=replicas, micro_batch_size=micro)
-    plan, shapes = step_plan(setting, Schedule(config))
-    return plan, shapes, BatchSchedule.of(run, world_size).full // (micro * replicas)
+    schedule = replace(run.schedule, schedule=None) if run.schedule.schedule == "auto" else run.schedule
+    setting = Setting.of(run, world_size, _eager(device, run.precision.element_bytes))
+    return *planned(setting, schedule), setting.micro_batches
 
 
 def foreseen_schedule(run: RunConfig, world_size: int) -> tuple[RunConfig, str]:
@@ -154,44 +152,34 @@ def foreseen_schedule(run: RunConfig, world_size: int) -> tuple[RunConfig, str]:
     """
     if run.schedule.schedule != "auto":
         return run, ""
-    given, tp, replicas = run.schedule.domino_calibration, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
+    given = run.schedule.domino_calibration
     at_hand = given is not None and (not given.endswith(".json") or Path(given).exists())
     hardware = replace(calibration(given if at_hand and given else ASSUMED_MACHINE), element_bytes=run.precision.element_bytes)
-    setting = Setting(
-        model=run.model,
-        hardware=hardware,
-        tensor_parallel=tp,
-        data_parallel=replicas,
-        micro_batch_size=run.training.micro_batch_size,
-        micro_batches=BatchSchedule.of(run, world_size).full // (run.training.micro_batch_size * replicas),
-    )
     limit = hardware.device.memory_bytes / world_size if hardware.host_blocks else hardware.device.memory_bytes
-    choice = choose(setting, run.schedule, limit)
+    choice = choose(Setting.of(run, world_size, hardware), run.schedule, limit)
     basis = f"as {given} says" if at_hand else f"assumed to be {ASSUMED_MACHINE}, since nothing is measured yet; the run itself decides"
     told = f"what auto would choose on {hardware.name} ({basis}; activations of {hardware.element_bytes} bytes):\n{choice}"
     return replace(run, schedule=choice.chosen.schedule), told
 
 
-def schedule_reason(run: RunConfig, tp_size: int) -> str:
+def schedule_reason(run: RunConfig) -> str:
     """Which schedule runs, in words, and why."""
-    schedule, micro = run.schedule, run.training.micro_batch_size
+    schedule, tp = run.schedule, run.parallel.tensor_model_parallel_size
     if schedule.schedule == "auto":
         return "auto: measures this machine when the run starts, simulates the cuts that fit and takes the fastest"
-    kind, rows, along = schedule.resolved(tp_size), schedule.rows(micro, tp_size), schedule.row_dim(micro)
-    pieces = []
-    if rows > 1:
-        sizes = cut(micro, rows) if along == "batch" else cut(run.model.seq_length, rows, tp_size if schedule.sequence_parallel else 1)
-        pieces.append(f"{rows} rows of {' + '.join(map(str, sizes))} {'sequences' if along == 'batch' else 'tokens'}")
-    if schedule.domino_column_slices > 1:
-        pieces.append(f"{schedule.domino_column_slices} column blocks")
-    if schedule.domino_pair is not None:
-        pieces.append(f"{schedule.domino_pair.replace('-', ' ')} paired")
+    cut, pieces = resolve_cut(schedule, Uncut.of(run)), []
+    if cut.rows > 1:
+        pieces.append(f"{cut.rows} rows of {' + '.join(map(str, cut.row_sizes))} {'tokens' if cut.sequence_rows else 'sequences'}")
+    if cut.cols > 1:
+        pieces.append(f"{cut.cols} column blocks")
+    if cut.pair is not None:
+        pieces.append(f"{cut.pair.replace('-', ' ')} paired")
     if pieces:
-        what = "row" if rows > 1 else "block"
+        kind, what = resolved_schedule(schedule, tp), "row" if cut.rows > 1 else "block"
         return f"{kind}, {', '.join(pieces)}: the all-reduce of one {what} travels while the others compute"
     if schedule.schedule == "baseline":
         return "baseline, as --schedule says: Megatron's order, nothing is cut"
-    if tp_size == 1:
+    if tp == 1:
         return "baseline: one tensor-parallel rank has no all-reduce to hide (--domino-row-slices cuts all the same)"
     return "domino with a single row, as the flags say: it hides next to nothing"
 

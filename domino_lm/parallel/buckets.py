@@ -41,7 +41,7 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[Accumulates], dp: Communicator, sharding: Sharding, dtype: torch.dtype | None = None) -> None:
         self.parameters = tuple(parameters)
-        self.sharding: Sharding = "no_shard" if dp.size == 1 else sharding
+        self.sharding = sharding
         self._dp = dp
         main = {torch.promote_types(parameter.data.dtype, torch.float32) for parameter in parameters}
         assert len(main) == 1, f"one bucket holds gradients of one type, not {main}"
@@ -141,7 +141,7 @@ class GradientBuckets:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.buckets = tuple(Bucket(group, dp, sharding, dtype) for group in groups)
-        self.sharding: Sharding = "no_shard" if dp.size == 1 else sharding
+        self.sharding = sharding
         self._dp = dp
 
     @property
@@ -176,14 +176,3 @@ class GradientBuckets:
         """Forget all gradients."""
         for bucket in self.buckets:
             bucket.zero_()
-
-
-def split_into_buckets(sizes: Sequence[int], bucket_size: int) -> list[range]:
-    """Cut a sequence of parameters with ``sizes`` elements into runs that close once they hold ``bucket_size`` elements."""
-    runs, start, held = [], 0, 0
-    for position, size in enumerate(sizes):
-        held += size
-        if held >= bucket_size:
-            runs.append(range(start, position + 1))
-            start, held = position + 1, 0
-    return [*runs, range(start, len(sizes))] if start < len(sizes) else runs

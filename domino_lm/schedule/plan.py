@@ -34,17 +34,6 @@ class Plan:
         return replace(self, ops=tuple(ops))
 
 
-def cut(size: int, pieces: int, multiple: int = 1) -> tuple[int, ...]:
-    """Sizes of ``pieces`` pieces of ``size`` that differ by one ``multiple`` at most, larger ones first.
-
-    Raises ValueError where a piece would be empty or ``size`` is no multiple.
-    """
-    units = size // multiple
-    if size % multiple or not 1 <= pieces <= units:
-        raise ValueError(f"cannot cut {size} into {pieces} pieces of multiples of {multiple} that each hold something; use 1 to {units}")
-    return tuple(multiple * (units // pieces + (i < units % pieces)) for i in range(pieces))
-
-
 def build_plan(
     chain: Sequence[ChainPart],
     row_sizes: Sequence[int] = (1,),

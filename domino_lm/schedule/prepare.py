@@ -1,21 +1,20 @@
-"""From settings to the plan that all ranks share, and the gradient buckets that it reduces."""
+"""The plan that all ranks share, and memory for the gradients that it reduces."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import groupby
 
 import torch
 
 from domino_lm.config.settings import ConfigError, ScheduleConfig
 from domino_lm.model.parameter import Parameter
 from domino_lm.model.stack import Stack
-from domino_lm.parallel.buckets import GradientBuckets, split_into_buckets
+from domino_lm.parallel.buckets import GradientBuckets
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.passes import gather_parameters, last_writers, reduce_gradients
+from domino_lm.schedule.cuts import Uncut, resolve_cut
 from domino_lm.schedule.plan import Plan
-from domino_lm.schedule.step import compute_plan
+from domino_lm.schedule.step import Gradient, step_plan
 
 
 def prepare_plan(
@@ -30,15 +29,21 @@ def prepare_plan(
 
     Gradients are in ``gradient_dtype``, by default in fp32, or float64 for float64 models. Under the distributed optimizer
     parameters move into flat buffers here: views of their memory are to be taken afterwards.
-    Raises ConfigError, on every rank, where ranks would run different plans.
+    Raises ConfigError, on every rank, if the micro-batch cannot be cut so, or if ranks would run different plans.
     """
-    plan = compute_plan(stack.parts, schedule, micro_batch_size, seq_length, mesh.tp.size)
-    bucket_size = schedule.ddp_bucket_size or max(40_000_000, 1_000_000 * mesh.dp.size)
-    groups, writers, replica_buckets = _group_by_last_write(stack, plan, bucket_size, mesh.tp.size)
-    gradients = GradientBuckets(groups, mesh.dp, schedule.sharding, gradient_dtype)
-    plan = reduce_gradients(plan, writers, schedule.overlap_grad_reduce, replica_buckets, gradients.sharding)
-    if gradients.sharded:
-        plan = gather_parameters(plan, schedule.overlap_param_gather)
+    cut = resolve_cut(schedule, Uncut(micro_batch_size, seq_length, stack.embedding.weight.shape[1], mesh.tp.size))
+    writers: dict[Parameter, set[int]] = defaultdict(set)
+    for position, part in enumerate(stack.parts):
+        for parameter in part.parameters():
+            writers[parameter].add(position)
+    records = [
+        Gradient(frozenset(parts), parameter.numel(), mesh.tp.size == 1 or parameter.spec.shard_dim is not None)
+        for parameter, parts in writers.items()
+    ]
+    plan, buckets = step_plan(stack.parts, schedule, cut, records, mesh.dp.size)
+    parameters = list(writers)
+    groups = [[parameters[index] for index in bucket] for bucket in buckets]
+    gradients = GradientBuckets(groups, mesh.dp, plan.slicing.sharding, gradient_dtype)
     compare_plans(plan, mesh.world)
     return plan, gradients
 
@@ -60,35 +65,3 @@ def compare_plans(plan: Plan, world: Communicator) -> None:
     raise ConfigError(
         f"rank 0 and rank {other} would run different plans; they differ in {where}. Start every rank with the same flags and version."
     )
-
-
-def _group_by_last_write(
-    stack: Stack, plan: Plan, bucket_size: int, tp_size: int
-) -> tuple[list[list[Parameter]], list[frozenset[int]], list[int]]:
-    """Parameters in buckets, ordered by the op that writes their gradient last; the parts that write into each bucket;
-    and the buckets, last in order, whose gradients tensor-parallel ranks hold parts of.
-
-    What one op writes last stays together, so that no more buckets than need be hold gradients of a part.
-    """
-    writers: dict[Parameter, set[int]] = defaultdict(set)
-    for position, part in enumerate(stack.parts):
-        for parameter in part.parameters():
-            writers[parameter].add(position)
-
-    def partial_over_tp(parameter: Parameter) -> bool:
-        replicated_part = not stack.parts[min(writers[parameter])].sharded
-        return tp_size > 1 and parameter.spec.shard_dim is None and (plan.slicing.sequence_parallel or not replicated_part)
-
-    last = last_writers(plan)
-
-    def written_last(parameter: Parameter) -> int:
-        return max(last[part] for part in writers[parameter])
-
-    ordered = sorted(writers, key=written_last)
-    whole, partial = ([p for p in ordered if partial_over_tp(p) is wanted] for wanted in (False, True))
-    together = [list(parameters) for _, parameters in groupby(whole, written_last)]
-    runs = split_into_buckets([sum(p.numel() for p in parameters) for parameters in together], bucket_size)
-    groups = [[p for i in run for p in together[i]] for run in runs]
-    replica_buckets = [len(groups)] if partial else []
-    groups += [partial] if partial else []
-    return groups, [frozenset().union(*(writers[p] for p in group)) for group in groups], replica_buckets

@@ -1,27 +1,60 @@
-"""From schedule settings to a plan's compute: which cut, which passes. Nothing here imports torch."""
+"""From settings to the plan of a whole step: which cut, which passes, which gradient buckets. Nothing here imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 from domino_lm.config.settings import ScheduleConfig
+from domino_lm.schedule.cuts import Cut
 from domino_lm.schedule.ops import ChainPart
-from domino_lm.schedule.passes import defer_wgrad, pair_micro_batches, recompute
-from domino_lm.schedule.plan import Plan, build_plan, cut, wgrad_each_row
+from domino_lm.schedule.passes import defer_wgrad, gather_parameters, last_writers, pair_micro_batches, recompute, reduce_gradients
+from domino_lm.schedule.plan import Plan, build_plan, wgrad_each_row
 
 
-def compute_plan(chain: Sequence[ChainPart], schedule: ScheduleConfig, micro_batch_size: int, seq_length: int, tp_size: int) -> Plan:
-    """Forward and backward of one micro-batch as ``schedule`` says, without the step's end."""
-    rows = schedule.rows(micro_batch_size, tp_size)
-    sequence_rows = rows > 1 and schedule.row_dim(micro_batch_size) == "sequence"
-    sizes = cut(seq_length, rows, tp_size if schedule.sequence_parallel else 1) if sequence_rows else cut(micro_batch_size, rows)
+class Gradient(NamedTuple):
+    """What the step's end asks of one parameter, or of all parameters of a part together."""
+
+    parts: frozenset[int]
+    """Parts of the chain that write it."""
+
+    elements: int
+    sharded: bool
+    """Whether each tensor-parallel rank holds its own share of the parameter."""
+
+
+class Buckets(NamedTuple):
+    """Gradients that are reduced together, in the order in which they complete."""
+
+    gradients: list[list[int]]
+    parts: list[frozenset[int]]
+    """Parts that write into each bucket."""
+
+    replica: list[int]
+    """Buckets of which each tensor-parallel rank holds one term of a sum; the last ones."""
+
+
+def step_plan(
+    chain: Sequence[ChainPart], schedule: ScheduleConfig, cut: Cut, gradients: Sequence[Gradient], data_parallel: int
+) -> tuple[Plan, list[list[int]]]:
+    """The plan of one micro-batch with the step's end, and the gradients of each bucket by their numbers."""
+    plan = compute_plan(chain, schedule, cut)
+    buckets = bucket_gradients(plan, gradients, schedule.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel))
+    sharding = schedule.sharding if data_parallel > 1 else "no_shard"  # one replica has nobody to share with
+    plan = reduce_gradients(plan, buckets.parts, schedule.overlap_grad_reduce, buckets.replica, sharding)
+    return gather_parameters(plan, schedule.overlap_param_gather) if plan.slicing.sharded else plan, buckets.gradients
+
+
+def compute_plan(chain: Sequence[ChainPart], schedule: ScheduleConfig, cut: Cut) -> Plan:
+    """Forward and backward of one micro-batch, without the step's end."""
     plan = build_plan(
         chain,
-        sizes,
-        schedule.domino_column_slices,
-        sequence_rows=sequence_rows,
-        sequence_parallel=schedule.sequence_parallel and tp_size > 1,
-        row_groups=2 if schedule.domino_pair == "row-groups" else 1,
+        cut.row_sizes,
+        cut.cols,
+        sequence_rows=cut.sequence_rows,
+        sequence_parallel=cut.sequence_parallel,
+        row_groups=2 if cut.pair == "row-groups" else 1,
     )
     if schedule.domino_wgrad_rows == "each":
         plan = wgrad_each_row(plan)
@@ -29,7 +62,7 @@ def compute_plan(chain: Sequence[ChainPart], schedule: ScheduleConfig, micro_bat
         plan = defer_wgrad(plan)
     if schedule.recompute_granularity is not None:
         plan = recompute(plan, **recomputed_parts(chain, schedule))
-    return pair_micro_batches(plan) if schedule.domino_pair == "micro-batches" else plan
+    return pair_micro_batches(plan) if cut.pair == "micro-batches" else plan
 
 
 def recomputed_parts(chain: Sequence[ChainPart], schedule: ScheduleConfig) -> dict[str, list[int]]:
@@ -44,3 +77,32 @@ def recomputed_parts(chain: Sequence[ChainPart], schedule: ScheduleConfig) -> di
     if schedule.recompute_method == "block" and (schedule.recompute_num_layers or 0) < len(attentions):
         return {"full": [part for part in inner if part < attentions[schedule.recompute_num_layers or 0]]}
     return {"full": list(inner)}
+
+
+def bucket_gradients(plan: Plan, gradients: Sequence[Gradient], bucket_size: int) -> Buckets:
+    """Gradients in buckets of ``bucket_size`` elements or more, ordered by the op that writes each last.
+
+    What one op writes last stays together, so that no more buckets than need be hold gradients of a part.
+    """
+    last, chain = last_writers(plan), plan.slicing.chain
+
+    def written_last(index: int) -> int:
+        return max(last[part] for part in gradients[index].parts)
+
+    def partial(index: int) -> bool:  # what ranks hold alike is computed by each from its tokens, or from its share of the part
+        gradient = gradients[index]
+        return not gradient.sharded and (plan.slicing.sequence_parallel or chain[min(gradient.parts)].sharded)
+
+    ordered = sorted(range(len(gradients)), key=written_last)
+    buckets: list[list[int]] = []
+    room = 0
+    for _, together in groupby([index for index in ordered if not partial(index)], written_last):
+        if room <= 0:
+            buckets.append([])
+            room = bucket_size
+        buckets[-1] += (members := list(together))
+        room -= sum(gradients[index].elements for index in members)
+    summed = [index for index in ordered if partial(index)]
+    replica = [len(buckets)] if summed else []
+    buckets += [summed] if summed else []
+    return Buckets(buckets, [frozenset().union(*(gradients[index].parts for index in bucket)) for bucket in buckets], replica)

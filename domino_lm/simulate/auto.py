@@ -5,11 +5,11 @@ Imports no torch; the measuring is `calibrate`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from domino_lm.config.settings import ConfigError, ScheduleConfig
-from domino_lm.simulate.predict import Prediction, Schedule, Setting, predict
+from domino_lm.schedule.cuts import resolve_cut
+from domino_lm.simulate.predict import CUTS, Prediction, Setting, obstacle, predict
 
 LATENCY_BOUND = 0.75
 """A collective is latency-bound where one of a piece's size takes more than this share of the whole one's time: cutting it in
@@ -17,6 +17,9 @@ two would then make it take one and a half times as long in all."""
 
 NO_FASTER = 1.02
 """What is predicted within a fiftieth of the fastest is as fast; the one that is cut least is taken, since predictions miss more than that."""
+
+CHOSEN = ("schedule", "domino_row_slices", "domino_row_dim", "domino_column_slices", "domino_pair")
+"""Settings that are chosen; all others stay as they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +65,18 @@ def choose(setting: Setting, asked: ScheduleConfig, memory_bytes: float | None =
     """
     limit = setting.hardware.device.memory_bytes if memory_bytes is None else memory_bytes
     candidates = []
-    for name, cut in _cuts():
-        schedule = replace(asked, **{"schedule": "domino", "domino_row_slices": 1, "domino_wgrad_rows": "each", **cut})  # type: ignore[arg-type]
+    for name, cut in CUTS.items():
+        schedule = replace(asked, **{field: getattr(cut, field) for field in CHOSEN})
         candidate = Candidate(name, schedule, refused=_obstacle(setting, schedule))
         if not candidate.refused:
-            prediction = predict(
-                setting,
-                Schedule(schedule),
-                bucket_size=asked.ddp_bucket_size,
-                overlap_grad_reduce=asked.overlap_grad_reduce,
-            )
+            prediction = predict(setting, schedule)
             over = "" if prediction.memory.total <= limit else f"over the limit of {limit / 1e9:.2f} GB"
             candidate = replace(candidate, prediction=prediction, refused=over)
         candidates.append(candidate)
     fitting = [candidate for candidate in candidates if candidate.prediction is not None and not candidate.refused]
     if not fitting:
+        if all(candidate.prediction is None for candidate in candidates):
+            raise ConfigError(f"--schedule auto: {candidates[0].refused}.")
         least = min(c.prediction.memory.total for c in candidates if c.prediction is not None)
         raise ConfigError(
             f"--schedule auto: every schedule needs more than the {limit / 1e9:.2f} GB of one rank, the smallest {least / 1e9:.2f} GB; "
@@ -84,43 +84,19 @@ def choose(setting: Setting, asked: ScheduleConfig, memory_bytes: float | None =
         )
     within_s = NO_FASTER * min(map(_step_s, fitting))
     as_fast = [candidate for candidate in fitting if _step_s(candidate) <= within_s]
-    return Choice(min(as_fast, key=_pieces), tuple(candidates))
-
-
-def _cuts() -> Iterator[tuple[str, dict[str, object]]]:
-    """Candidates by name. The uncut order comes first, so that a tie goes to it."""
-    yield "uncut", {"schedule": "baseline"}
-    for columns in (2, 4):
-        yield f"{columns} columns", {"domino_column_slices": columns}
-    for wgrad, suffix in (("each", ""), ("together", ", wgrad together")):
-        for rows in (2, 3, 4):
-            yield f"{rows} rows{suffix}", {"domino_row_slices": rows, "domino_row_dim": "batch", "domino_wgrad_rows": wgrad}
-        for rows in (2, 4):
-            yield f"{rows} sequence rows{suffix}", {"domino_row_slices": rows, "domino_row_dim": "sequence", "domino_wgrad_rows": wgrad}
-    yield "paired", {"domino_pair": "micro-batches"}
-    yield "2 rows x 2 columns", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_column_slices": 2}
-    yield "row groups", {"domino_row_slices": 4, "domino_row_dim": "batch", "domino_pair": "row-groups"}
-    yield "2 rows, paired", {"domino_row_slices": 2, "domino_row_dim": "batch", "domino_pair": "micro-batches"}
-    yield "2 sequence rows, paired", {"domino_row_slices": 2, "domino_row_dim": "sequence", "domino_pair": "micro-batches"}
+    return Choice(min(as_fast, key=lambda candidate: resolve_cut(candidate.schedule, setting.uncut).pieces), tuple(candidates))
 
 
 def _obstacle(setting: Setting, schedule: ScheduleConfig) -> str:
-    """Why a candidate cannot run here, or should not be tried; empty where it can."""
-    rows, columns, model = schedule.rows(setting.micro_batch_size, setting.tensor_parallel), schedule.domino_column_slices, setting.model
-    if rows * columns > 1 and setting.tensor_parallel == 1:
+    """Why a candidate cannot run here, or should not be tried; empty if it should."""
+    if found := obstacle(setting, schedule):
+        return found
+    pieces = resolve_cut(schedule, setting.uncut).pieces
+    if pieces > 1 and setting.tensor_parallel == 1:
         return "one tensor-parallel rank has nothing to hide"
-    if schedule.domino_row_dim == "batch" and rows > setting.micro_batch_size:
-        return f"a micro-batch holds {setting.micro_batch_size} sequence(s)"
-    unit = setting.tensor_parallel if schedule.sequence_parallel else 1
-    if schedule.domino_row_dim == "sequence" and (rows > model.seq_length // unit or model.seq_length % unit):
-        return f"{model.seq_length} tokens cannot be cut so"
-    if model.hidden_size % columns:
-        return f"hidden size {model.hidden_size} does not divide by {columns}"
-    if schedule.domino_pair == "micro-batches" and setting.micro_batches < 2:
-        return "a step has one micro-batch"
     if schedule.domino_column_slices > 1 and schedule.sequence_parallel:
         return "columns hide nothing of the gathers of sequence parallelism"
-    return _latency_bound(setting, rows * columns)
+    return _latency_bound(setting, pieces)
 
 
 def _latency_bound(setting: Setting, pieces: int) -> str:
@@ -137,7 +113,3 @@ def _latency_bound(setting: Setting, pieces: int) -> str:
 def _step_s(candidate: Candidate) -> float:
     assert candidate.prediction is not None
     return candidate.prediction.step_s
-
-
-def _pieces(candidate: Candidate) -> int:
-    return (candidate.schedule.domino_row_slices or 1) * candidate.schedule.domino_column_slices

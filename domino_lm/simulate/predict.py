@@ -1,20 +1,22 @@
-"""A whole training step predicted: plans by name, simulated, and what a person wants to know of them."""
+"""A whole training step predicted: schedules by name, simulated, and what a person wants to know of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
 from domino_lm.config.presets import PRESETS
-from domino_lm.config.settings import ConfigError, ModelConfig, ScheduleConfig
+from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
+from domino_lm.schedule.cuts import Uncut, cut_faults, resolve_cut
 from domino_lm.schedule.ops import TP_LINK, transformer_chain
-from domino_lm.schedule.passes import gather_parameters, last_writers, reduce_gradients, serialize, steady_state, step_templates
+from domino_lm.schedule.passes import serialize, steady_state, step_templates
 from domino_lm.schedule.plan import Plan
-from domino_lm.schedule.step import compute_plan
-from domino_lm.simulate.costs import Shapes, shapes_of
+from domino_lm.schedule.step import Gradient, step_plan
+from domino_lm.simulate.costs import Shapes, model_parts, shapes_of
 from domino_lm.simulate.hardware import Hardware
 from domino_lm.simulate.memory import Memory, memory_of
 from domino_lm.simulate.simulator import Simulation, simulate
@@ -46,6 +48,24 @@ class Setting:
     micro_batches: int = 1
     """Micro-batches of one step on each rank."""
 
+    @classmethod
+    def of(cls, run: RunConfig, world_size: int, hardware: Hardware) -> Setting:
+        """``run`` on ``world_size`` devices of ``hardware``, its largest batch if batches grow."""
+        replicas, size = data_parallel_size(run, world_size), run.training.micro_batch_size
+        return cls(
+            model=run.model,
+            hardware=hardware,
+            tensor_parallel=run.parallel.tensor_model_parallel_size,
+            data_parallel=replicas,
+            micro_batch_size=size,
+            micro_batches=global_batch_size(run, world_size) // (size * replicas),
+        )
+
+    @property
+    def uncut(self) -> Uncut:
+        """A micro-batch on one rank."""
+        return Uncut(self.micro_batch_size, self.model.seq_length, self.model.hidden_size, self.tensor_parallel)
+
     @property
     def tokens(self) -> int:
         """Tokens of one step over all ranks."""
@@ -57,64 +77,46 @@ class Setting:
         return self.tensor_parallel * self.data_parallel
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """How a micro-batch is cut and ordered; ``serial`` waits for each collective where it starts."""
-
-    config: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(schedule="baseline"))
-    serial: bool = False
-
-    def plan(self, setting: Setting) -> Plan:
-        """The plan of one micro-batch of ``setting``, without the step's end. Raises ConfigError where it cannot be cut so."""
-        size, length, tp = setting.micro_batch_size, setting.model.seq_length, setting.tensor_parallel
-        try:
-            plan = compute_plan(transformer_chain(setting.model.num_layers), self.config, size, length, tp)
-        except ValueError as error:
-            raise ConfigError(f"micro-batch {size}, sequence {length}, TP {tp}: {error}") from error
-        return serialize(plan) if self.serial else plan
-
-    def fits(self, setting: Setting) -> bool:
-        """Whether the micro-batch can be cut so."""
-        rows = self.config.rows(setting.micro_batch_size, setting.tensor_parallel)
-        if self.config.row_dim(setting.micro_batch_size) == "sequence":
-            return rows <= setting.model.seq_length // setting.tensor_parallel
-        enough_batches = self.config.domino_pair != "micro-batches" or setting.micro_batches > 1
-        return rows <= setting.micro_batch_size and enough_batches
+def sliced(rows: int = 1, cols: int = 1, **settings: Any) -> ScheduleConfig:
+    """``rows`` x ``cols`` slices, rows along the batch, under further settings."""
+    along = {"domino_row_dim": "batch"} if rows > 1 else {}
+    values: dict[str, Any] = {"schedule": "domino", "domino_row_slices": rows, "domino_column_slices": cols, **along, **settings}
+    return ScheduleConfig(**values)
 
 
-def sliced(rows: int = 1, cols: int = 1, **settings: Any) -> Schedule:
-    """``rows`` x ``cols`` slices under further settings of ScheduleConfig."""
-    values: dict[str, Any] = {
-        "schedule": "domino",
-        "domino_row_slices": rows,
-        "domino_column_slices": cols,
-        "domino_row_dim": "batch",
-        **settings,
-    }
-    return Schedule(ScheduleConfig(**values))
-
-
-BASELINE, SERIAL = Schedule(), Schedule(serial=True)
-SCHEDULES: dict[str, Schedule] = {
-    "serial": SERIAL,
+BASELINE = ScheduleConfig(schedule="baseline")
+CUTS: dict[str, ScheduleConfig] = {
     "baseline": BASELINE,
-    "rows 2": sliced(2),
-    "rows 2, wgrad together": sliced(2, domino_wgrad_rows="together"),
-    "rows 2, wgrad deferred": sliced(2, domino_defer_wgrad=True),
-    "rows 4": sliced(4),
     "columns 2": sliced(1, 2),
     "columns 4": sliced(1, 4),
-    "2 x 2": sliced(2, 2),
+    "rows 2": sliced(2),
+    "rows 3": sliced(3),
+    "rows 4": sliced(4),
     "sequence rows 2": sliced(2, domino_row_dim="sequence"),
     "sequence rows 4": sliced(4, domino_row_dim="sequence"),
-    "row groups": sliced(4, domino_pair="row-groups"),
     "paired": sliced(1, domino_pair="micro-batches"),
+    "2 x 2": sliced(2, 2),
+    "row groups": sliced(4, domino_pair="row-groups"),
     "rows 2, paired": sliced(2, domino_pair="micro-batches"),
+    "sequence rows 2, paired": sliced(2, domino_row_dim="sequence", domino_pair="micro-batches"),
+}
+"""Candidates of ``--schedule auto``. The uncut order comes first, so that a tie goes to it."""
+
+SCHEDULES: dict[str, ScheduleConfig] = {
+    **CUTS,
+    "rows 2, wgrad deferred": sliced(2, domino_defer_wgrad=True),
     "baseline, sequence parallel": sliced(1, sequence_parallel=True),
     "rows 2, sequence parallel": sliced(2, sequence_parallel=True),
     "rows 2, recompute full": sliced(2, recompute_granularity="full"),
 }
-"""What ``--compare`` compares."""
+"""What ``--compare`` compares, beside a step that waits for each collective where it starts."""
+
+
+def obstacle(setting: Setting, schedule: ScheduleConfig) -> str:
+    """Why ``schedule`` cannot run, or has nothing to pair; empty if it can."""
+    for fault in cut_faults(schedule, setting.uncut):
+        return fault.split(";")[0]
+    return "a step has one micro-batch" if schedule.domino_pair == "micro-batches" and setting.micro_batches < 2 else ""
 
 
 @dataclass(frozen=True)
@@ -161,17 +163,9 @@ class Prediction:
         return memory_of(self.shown.plan.ops, self.shapes)
 
 
-def predict(
-    setting: Setting,
-    schedule: Schedule,
-    free: Collection[str] = (),
-    *,
-    bucket_size: int | None = None,
-    overlap_grad_reduce: bool = True,
-) -> Prediction:
-    """Simulate one step; collectives on the links in ``free`` take no time. Raises ConfigError where it cannot be cut so."""
-    config = replace(schedule.config, ddp_bucket_size=bucket_size, overlap_grad_reduce=overlap_grad_reduce)
-    plan, shapes = step_plan(setting, replace(schedule, config=config))
+def predict(setting: Setting, schedule: ScheduleConfig = BASELINE, free: Collection[str] = (), *, serial: bool = False) -> Prediction:
+    """Simulate one step; collectives on the links in ``free`` take no time. See `planned`."""
+    plan, shapes = planned(setting, schedule, serial=serial)
     shown = min(setting.micro_batches, 3 if plan.paired else 2)
 
     def run(micro_batches: int) -> Simulation:
@@ -181,48 +175,27 @@ def predict(
     return Prediction(setting, shapes, run(shown), shown, run(shown - 1) if shown > 1 else None)
 
 
-def step_plan(setting: Setting, schedule: Schedule) -> tuple[Plan, Shapes]:
-    """The plan of one micro-batch of ``setting`` with the step's end, its gradients in buckets of whole parts, and what it works on."""
-    body, config, replicas = schedule.plan(setting), schedule.config, setting.data_parallel
-    shapes = shapes_of(setting.model, body, setting.tensor_parallel, setting.hardware, setting.micro_batch_size, replicas)
-    buckets, replica_buckets = bucket_parts(body, shapes, config.ddp_bucket_size or max(40_000_000, 1_000_000 * replicas))
-    sharding = config.sharding if replicas > 1 else "no_shard"
-    plan = reduce_gradients(body, buckets, config.overlap_grad_reduce, replica_buckets, sharding)
-    plan = gather_parameters(plan, config.overlap_param_gather) if plan.slicing.sharded else plan
-    return plan, replace(shapes, slicing=plan.slicing)
+def planned(setting: Setting, schedule: ScheduleConfig, *, serial: bool = False) -> tuple[Plan, Shapes]:
+    """The plan of one micro-batch of ``setting`` with the step's end, and what its ops work on.
+
+    With ``serial`` each tensor-parallel collective is waited for where it starts. Raises ConfigError if it cannot be cut so.
+    """
+    model, parts = setting.model, transformer_chain(setting.model.num_layers)
+    sizes = [part.parameters for part in model_parts(model, setting.tensor_parallel, setting.hardware)]
+    gradients = [Gradient(frozenset({part}), size, parts[part].sharded) for part, size in enumerate(sizes) if size]
+    if not sizes[-1]:  # the head writes into the embedding's table
+        gradients[0] = gradients[0]._replace(parts=frozenset({0, len(parts) - 1}))
+    plan, _ = step_plan(parts, schedule, resolve_cut(schedule, setting.uncut), gradients, setting.data_parallel)
+    plan = serialize(plan) if serial else plan
+    return plan, shapes_of(model, plan, setting.tensor_parallel, setting.hardware, setting.micro_batch_size, setting.data_parallel)
 
 
-def optimum(setting: Setting, schedule: Schedule = BASELINE) -> Prediction:
+def optimum(setting: Setting, schedule: ScheduleConfig = BASELINE) -> Prediction:
     """The uncut step without tensor-parallel communication: what no schedule of the same kernels can beat.
 
     Of ``schedule`` only sequence parallelism is kept, which makes replicated parts cheaper.
     """
-    uncut = ScheduleConfig(schedule="baseline", sequence_parallel=schedule.config.sequence_parallel)
-    return predict(setting, Schedule(uncut), free=(TP_LINK,))
-
-
-def bucket_parts(plan: Plan, shapes: Shapes, bucket_size: int) -> tuple[list[frozenset[int]], list[int]]:
-    """Parts of each gradient bucket, in the order in which their last gradients are written, and the buckets that TP ranks sum.
-
-    Parts are not split: a bucket may be larger than ``bucket_size`` by less than one part. Under sequence parallelism
-    the replicated parts' gradients are the last bucket.
-    """
-    writers = last_writers(plan)
-    ordered = sorted((part for part in writers if shapes.parts[part].parameters), key=writers.__getitem__)
-    partial = [part for part in ordered if plan.slicing.sequence_parallel and not plan.slicing.chain[part].sharded]
-    buckets: list[frozenset[int]] = []
-    open_parts: list[int] = []
-    for part in ordered:
-        if part in partial:
-            continue
-        open_parts.append(part)
-        if sum(shapes.parts[item].parameters for item in open_parts) >= bucket_size:
-            buckets.append(frozenset(open_parts))
-            open_parts = []
-    buckets += [frozenset(open_parts)] if open_parts else []
-    if not shapes.parts[plan.slicing.last].parameters:  # the head writes into the embedding's table
-        buckets = [parts | {plan.slicing.last} if 0 in parts else parts for parts in buckets]
-    return ([*buckets, frozenset(partial)], [len(buckets)]) if partial else (buckets, [])
+    return predict(setting, replace(BASELINE, sequence_parallel=schedule.sequence_parallel), free=(TP_LINK,))
 
 
 def flops_per_token(model: ModelConfig) -> float:

@@ -15,19 +15,29 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 from domino_lm.config.arguments import Flags, build_parser, config_from_values, read_flags, sound_run, with_file_and_preset
-from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
-from domino_lm.config.settings import ConfigError, RunConfig
+from domino_lm.config.settings import ConfigError, RunConfig, ScheduleConfig
 from domino_lm.launch.checks import run_faults, widest_tensor_parallel
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.simulate.hardware import HARDWARE, Hardware, find_hardware
 from domino_lm.simulate.links import Fabric
-from domino_lm.simulate.predict import MFU_FORMULA, SCHEDULES, Prediction, Schedule, Setting, optimum, predict, step_plan, vocabulary_of
+from domino_lm.simulate.predict import (
+    BASELINE,
+    MFU_FORMULA,
+    SCHEDULES,
+    Prediction,
+    Setting,
+    obstacle,
+    optimum,
+    planned,
+    predict,
+    vocabulary_of,
+)
 from domino_lm.simulate.remarks import plan_text
 from domino_lm.tools.sweep import Grid, plot, sweep, write_csv
 
@@ -84,16 +94,7 @@ def _resolve(flags: Flags) -> Asked:
     if "tensor_model_parallel_size" not in given and not flags.faults:
         values["tensor_model_parallel_size"] = widest_tensor_parallel(config_from_values(values), gcd(node_size, devices))
     run = sound_run(values, flags, lambda run: run_faults(run, devices))
-    data_parallel = data_parallel_size(run, devices)
-    setting = Setting(
-        model=run.model,
-        hardware=hardware,
-        tensor_parallel=run.parallel.tensor_model_parallel_size,
-        data_parallel=data_parallel,
-        micro_batch_size=run.training.micro_batch_size,
-        micro_batches=global_batch_size(run, devices) // run.training.micro_batch_size // data_parallel,
-    )
-    return Asked(run, hardware, setting, chosen)
+    return Asked(run, hardware, Setting.of(run, devices, hardware), chosen)
 
 
 def _grid_axes() -> dict[str, tuple[int, ...]]:
@@ -102,12 +103,6 @@ def _grid_axes() -> dict[str, tuple[int, ...]]:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
-
-
-def predicted(asked: Asked, schedule: Schedule) -> Prediction:
-    """The step under ``schedule`` and the run's data-parallel settings."""
-    settings = asked.run.schedule
-    return predict(asked.setting, schedule, bucket_size=settings.ddp_bucket_size, overlap_grad_reduce=settings.overlap_grad_reduce)
 
 
 def as_values(step: Prediction, best: Prediction) -> dict[str, Any]:
@@ -156,25 +151,30 @@ def print_one(asked: Asked, step: Prediction, best: Prediction) -> None:
     print(f"memory a device    {memory.total / 2**30:10.2f} GiB  ({kinds}); {fits} into {device.memory_bytes / 2**30:.0f} GiB")
 
 
-def compare(asked: Asked) -> dict[str, Prediction]:
-    """Every schedule that the micro-batch allows."""
-    return {name: predicted(asked, schedule) for name, schedule in SCHEDULES.items() if schedule.fits(asked.setting)}
+def compare(asked: Asked) -> dict[str, tuple[Prediction, Prediction]]:
+    """Every schedule that the micro-batch allows, with its optimum; of the run's own, the data-parallel settings are kept."""
+    own = asked.run.schedule
+
+    def step(schedule: ScheduleConfig, serial: bool = False) -> tuple[Prediction, Prediction]:
+        schedule = replace(schedule, ddp_bucket_size=own.ddp_bucket_size, overlap_grad_reduce=own.overlap_grad_reduce)
+        return predict(asked.setting, schedule, serial=serial), optimum(asked.setting, schedule)
+
+    allowed = {name: schedule for name, schedule in SCHEDULES.items() if not obstacle(asked.setting, schedule)}
+    return {"serial": step(BASELINE, serial=True), **{name: step(schedule) for name, schedule in allowed.items()}}
 
 
-def print_comparison(asked: Asked, found: dict[str, Prediction]) -> None:
-    """A line a schedule."""
-    best, own = optimum(asked.setting), {name: optimum(asked.setting, SCHEDULES[name]) for name in found}
+def print_comparison(asked: Asked, found: dict[str, tuple[Prediction, Prediction]]) -> None:
+    """One line per schedule."""
+    serial, best = found["serial"]
     print(describe(asked))
     print(f"{'schedule':<28}{'step ms':>10}{'of optimum':>12}{'x serial':>10}{'exposed F':>11}{'B':>9}{'step':>9}{'activations':>13}")
-    for name, step in found.items():
+    for name, (step, own) in found.items():
         exposed = [step.exposed_s(phase) * 1e3 for phase in PHASES.values()]
         print(
-            f"{name:<28}{step.step_s * 1e3:>10.2f}{own[name].step_s / step.step_s:>12.3f}{found['serial'].step_s / step.step_s:>10.3f}"
+            f"{name:<28}{step.step_s * 1e3:>10.2f}{own.step_s / step.step_s:>12.3f}{serial.step_s / step.step_s:>10.3f}"
             f"{exposed[0]:>11.2f}{exposed[1]:>9.2f}{exposed[2]:>9.2f}{step.memory.activations / 2**30:>9.2f} GiB"
         )
-    print(
-        f"{'optimum':<28}{best.step_s * 1e3:>10.2f}{1:>12.3f}{found['serial'].step_s / best.step_s:>10.3f}   without TP communication, uncut"
-    )
+    print(f"{'optimum':<28}{best.step_s * 1e3:>10.2f}{1:>12.3f}{serial.step_s / best.step_s:>10.3f}   without TP communication, uncut")
 
 
 def run_sweep(asked: Asked) -> None:
@@ -219,13 +219,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_sweep(asked)
             return 0
         if asked.chosen.print_plan or asked.chosen.plan_layer is not None:
-            print(plan_text(*step_plan(asked.setting, Schedule(asked.run.schedule)), asked.setting.micro_batches, asked.chosen.plan_layer))
+            print(plan_text(*planned(asked.setting, asked.run.schedule), asked.setting.micro_batches, asked.chosen.plan_layer))
             return 0
-        step, best = predicted(asked, Schedule(asked.run.schedule)), optimum(asked.setting, Schedule(asked.run.schedule))
+        step, best = predict(asked.setting, asked.run.schedule), optimum(asked.setting, asked.run.schedule)
         found = compare(asked) if asked.chosen.compare else {}
         if asked.chosen.json:
             values = {"setting": describe(asked), "mfu_formula": MFU_FORMULA, "peak_flops": asked.hardware.device.peak_flops}
-            schedules = {name: as_values(item, optimum(asked.setting, SCHEDULES[name])) for name, item in found.items()}
+            schedules = {name: as_values(*items) for name, items in found.items()}
             print(json.dumps({**values, **as_values(step, best), **({"schedules": schedules} if schedules else {})}, indent=1))
         elif found:
             print_comparison(asked, found)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from domino_lm.config.settings import ConfigError, ModelConfig
 from domino_lm.launch.checks import can_shard
+from domino_lm.schedule.cuts import Uncut, cut_faults
 from domino_lm.schedule.render import MissingMatplotlibError, write_png
 from domino_lm.simulate.hardware import Hardware
 from domino_lm.simulate.predict import Setting, optimum, predict, sliced
@@ -81,8 +82,9 @@ def sweep(model: ModelConfig, hardware: Hardware, grid: Grid, processes: int) ->
 def _tasks(model: ModelConfig, hardware: Hardware, grid: Grid) -> Iterator[_Task]:
     axes = (grid.devices, grid.tensor_parallel, grid.rows, grid.cols, grid.micro_batch_size, grid.seq_length)
     for devices, tp, rows, cols, micro_batch_size, seq_length in product(*axes):
-        useful = rows <= micro_batch_size and model.hidden_size % cols == 0 and (tp > 1 or rows == cols == 1)
-        if useful and devices % tp == 0 and can_shard(model, tp):
+        faults = cut_faults(sliced(rows, cols), Uncut(micro_batch_size, seq_length, model.hidden_size, tp))
+        useful = tp > 1 or rows == cols == 1
+        if useful and devices % tp == 0 and can_shard(model, tp) and not any(faults):
             yield _Task(model, hardware, devices, tp, rows, cols, micro_batch_size, seq_length, grid.micro_batches)
 
 

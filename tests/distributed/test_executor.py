@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from domino_lm.config.settings import ConfigError, ScheduleConfig
+from domino_lm.config.settings import ConfigError, ModelConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.collectives import Communicator, Pending
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK
 from domino_lm.schedule.passes import serialize
-from domino_lm.schedule.plan import build_plan
+from domino_lm.schedule.plan import Plan, build_plan
 from domino_lm.schedule.prepare import compare_plans, prepare_plan
 from domino_lm.schedule.recorder import Recorder
-from tests.distributed.models import GPT, MICRO_BATCH, float64_stack, micro_batches, plan_gradients
+from domino_lm.simulate.hardware import HARDWARE
+from domino_lm.simulate.predict import Setting, planned
+from tests.distributed.models import GPT, MICRO_BATCH, MODELS, float64_stack, micro_batches, plan_gradients
 from tests.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -67,6 +69,21 @@ def plan_sizes(mesh: ParallelMesh) -> dict[str, int]:
     ops = build(mesh).plan.ops
     started = [op.lane for op in ops if op.kind == "start"]
     return {COMPUTE: len(ops), TP_LINK: started.count(TP_LINK), DP_LINK: started.count(DP_LINK)}
+
+
+def prepared(mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig) -> Plan:
+    return prepare_plan(float64_stack(model, mesh.tp), mesh, schedule, MICRO_BATCH, model.seq_length)[0]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_the_plan_that_runs_is_the_one_that_is_predicted(ranks: Ranks, model: str, tp: int, sequence_parallel: bool) -> None:
+    """Its buckets and their order too."""
+    schedule = replace(ROWS2, sequence_parallel=sequence_parallel, ddp_bucket_size=5_000, data_parallel_sharding_strategy="optim")
+    setting = Setting(model=MODELS[model], hardware=HARDWARE["dgx-h100"], tensor_parallel=tp, data_parallel=2, micro_batch_size=MICRO_BATCH)
+    expected, _ = planned(setting, schedule)
+    assert len(expected.slicing.buckets) > 2
+    assert ranks(2 * tp).run(prepared, MODELS[model], schedule, tp=tp)[0] == expected
 
 
 def different_plans(mesh: ParallelMesh) -> str:

@@ -16,10 +16,9 @@ from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.passes import step_templates
 from domino_lm.schedule.prepare import prepare_plan
-from domino_lm.simulate.costs import shapes_of
 from domino_lm.simulate.hardware import HARDWARE
 from domino_lm.simulate.memory import Memory, memory_of
-from domino_lm.simulate.predict import Schedule, Setting
+from domino_lm.simulate.predict import Setting, planned
 from tests.distributed.models import GPT
 from tests.distributed.test_schedules import COMBINATIONS, CUTS
 from tests.live_bytes import peak_bytes
@@ -102,9 +101,8 @@ def estimated(model: ModelConfig, schedule: ScheduleConfig, micro_batches: int, 
     """What a start-up summary says of one rank on CPUs."""
     hardware = replace(HARDWARE["dgx-h100"], name="cpu", element_bytes=element_bytes, fused=False)
     setting = Setting(model=model, hardware=hardware, tensor_parallel=tensor_parallel, micro_batch_size=SAMPLES)
-    plan = Schedule(schedule).plan(setting)
-    ops = chain.from_iterable(step_templates(plan, micro_batches))
-    return memory_of(ops, shapes_of(model, plan, tensor_parallel, hardware, SAMPLES))
+    plan, shapes = planned(setting, schedule)
+    return memory_of(chain.from_iterable(step_templates(plan, micro_batches)), shapes)
 
 
 ALWAYS = [("gpt", "two rows"), ("gpt", "full"), ("llama", "baseline"), ("llama", "sequence parallel"), ("gpt with dropout", "baseline")]

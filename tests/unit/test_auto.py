@@ -43,13 +43,13 @@ def test_of_what_is_equally_fast_the_least_cut_is_taken() -> None:
 def test_across_nodes_rows_win_and_one_rank_stays_uncut() -> None:
     assert choose(SETTING, AUTO).chosen.schedule.domino_row_slices > 1  # type: ignore[operator]
     alone = choose(replace(SETTING, tensor_parallel=1), AUTO)
-    assert alone.chosen.name == "uncut"
+    assert alone.chosen.name == "baseline"
 
 
 def test_a_micro_batch_of_one_sequence_is_cut_along_the_sequence_only() -> None:
     choice = choose(replace(SETTING, micro_batch_size=1), AUTO)
-    assert {"2 rows", "row groups"} <= names(choice, tried=False)
-    assert {"2 sequence rows", "2 columns", "uncut"} <= names(choice, tried=True)
+    assert {"rows 2", "row groups"} <= names(choice, tried=False)
+    assert {"sequence rows 2", "columns 2", "baseline"} <= names(choice, tried=True)
 
 
 def test_collectives_bound_by_latency_are_not_cut() -> None:
@@ -57,7 +57,7 @@ def test_collectives_bound_by_latency_are_not_cut() -> None:
         SETTING, model=replace(MODEL, hidden_size=64, num_attention_heads=16, seq_length=32), micro_batch_size=4, micro_batches=1
     )
     choice = choose(tiny, AUTO)
-    assert choice.chosen.name == "uncut"
+    assert choice.chosen.name == "baseline"
     assert "latency-bound" in str(choice)
 
 

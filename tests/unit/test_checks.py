@@ -16,6 +16,7 @@ from domino_lm.config.batch_plan import global_batch_size
 from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.launch import checks
 from domino_lm.launch.checks import check_run
+from domino_lm.schedule import cuts
 
 BASE = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10 --data-path x --vocab-size 100"
 
@@ -154,20 +155,20 @@ def test_a_run_without_data_or_length_is_refused(flags: str, names: list[str]) -
 
 def test_every_refusal_in_the_source_has_a_case_here() -> None:
     """Runs the cases of this file and looks which of the source's refusals they reach."""
-    source = Path(checks.__file__).read_text()
-    refusals = {node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Yield)}
+    sources = {module.__file__: Path(module.__file__).read_text() for module in (checks, cuts)}
+    refusals = {(file, node.lineno) for file, text in sources.items() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Yield)}
     cases = [
         (f"{BASE} {flags}", world_size) for flags, world_size, _ in cases_of(test_a_wrong_combination_names_flags_values_and_the_way_out)
     ]
     cases += [(f"{APART} {flags}", 1) for flags, _ in cases_of(test_a_run_without_data_or_length_is_refused)]
     runs = [(parse_arguments(flags.split()), world_size) for flags, world_size in cases]
-    reached: set[int] = set()
+    reached: set[tuple[str, int]] = set()
 
     def watch(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != checks.__file__:
+        if frame.f_code.co_filename not in sources:
             return None
         if event == "line":
-            reached.add(frame.f_lineno)
+            reached.add((frame.f_code.co_filename, frame.f_lineno))
         return watch
 
     before = sys.gettrace()
@@ -178,8 +179,7 @@ def test_every_refusal_in_the_source_has_a_case_here() -> None:
                 check_run(settings, world_size)
     finally:
         sys.settrace(before)
-    lines = source.splitlines()
-    assert [f"{line}: {lines[line - 1].strip()}" for line in sorted(refusals - reached)] == []
+    assert [f"{file}:{line}: {sources[file].splitlines()[line - 1].strip()}" for file, line in sorted(refusals - reached)] == []
 
 
 def cases_of(test: Any) -> list[Any]:

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from domino_lm.config.settings import ConfigError, ModelConfig
+from domino_lm.schedule.cuts import cut
 from domino_lm.schedule.ops import Kind, Op, transformer_chain
-from domino_lm.schedule.plan import Plan, build_plan, cut
+from domino_lm.schedule.plan import Plan, build_plan
 from domino_lm.simulate.costs import RowShape, cost, model_parts, shapes_of
 from domino_lm.simulate.hardware import HARDWARE, CoreAttention, Device, Gemm, Hardware, MeasuredDevice, find_hardware, read_hardware
 from domino_lm.simulate.links import PASSES, Fabric, Group, MeasuredFabric

@@ -38,6 +38,7 @@ WITHOUT_TORCH = [
     "data.gpt_dataset",
     "data.tokenizers.build",
     "data.preprocess.preprocess",
+    "schedule.cuts",
     "schedule.ops",
     "schedule.plan",
     "schedule.passes",

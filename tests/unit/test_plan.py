@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from domino_lm.config.settings import Sharding
+from domino_lm.schedule.cuts import cut
 from domino_lm.schedule.ops import DP_LINK, Kind, Op, dataflow, is_gather, transformer_chain, uses_weights
 from domino_lm.schedule.passes import (
     defer_wgrad,
@@ -24,7 +25,7 @@ from domino_lm.schedule.passes import (
     steady_state,
     step_templates,
 )
-from domino_lm.schedule.plan import Plan, build_plan, cut, wgrad_each_row
+from domino_lm.schedule.plan import Plan, build_plan, wgrad_each_row
 from domino_lm.schedule.validate import PlanError, validate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from domino_lm.config.settings import ConfigError
+from domino_lm.config.settings import ConfigError, ScheduleConfig
 from domino_lm.pretrain import main
 from domino_lm.schedule.ops import Op
 from domino_lm.schedule.passes import step_templates
 from domino_lm.simulate.hardware import HARDWARE
-from domino_lm.simulate.predict import BASELINE, Schedule, Setting, named_model, sliced, step_plan
+from domino_lm.simulate.predict import BASELINE, Setting, named_model, planned, sliced
 from domino_lm.simulate.remarks import plan_text
 from domino_lm.tools import simulate
 from tests.documents import ROOT, fences
@@ -26,7 +26,7 @@ BASE = "--preset debug-gpt --tensor-model-parallel-size 2 --vocab-size 512 --lr 
 LINE = re.compile(r" *(\d+)  (m\d \S+) +(\S.*)")
 
 
-def printed(schedule: Schedule, replicas: int = 1, micro_batches: int = 1, layer: int | None = None) -> str:
+def printed(schedule: ScheduleConfig, replicas: int = 1, micro_batches: int = 1, layer: int | None = None) -> str:
     model = named_model("debug-gpt", num_layers=2)
     setting = Setting(
         model=model,
@@ -36,7 +36,7 @@ def printed(schedule: Schedule, replicas: int = 1, micro_batches: int = 1, layer
         micro_batch_size=4,
         micro_batches=micro_batches,
     )
-    return plan_text(*step_plan(setting, schedule), micro_batches, layer)
+    return plan_text(*planned(setting, schedule), micro_batches, layer)
 
 
 def remarks(text: str) -> list[tuple[str, str]]:
@@ -65,7 +65,7 @@ def remarks(text: str) -> list[tuple[str, str]]:
         (sliced(2, recompute_granularity="full"), "m0 recomputeB4.1", "MLP: computed again from what forward kept"),
     ],
 )
-def test_a_remark_says_what_travels_and_what_hides_it(schedule: Schedule, op: str, remark: str) -> None:
+def test_a_remark_says_what_travels_and_what_hides_it(schedule: ScheduleConfig, op: str, remark: str) -> None:
     assert dict(remarks(printed(schedule)))[op] == remark
 
 
@@ -107,7 +107,7 @@ schedules = st.builds(
 
 
 @given(schedule=schedules, replicas=st.integers(1, 2), micro_batches=st.integers(1, 4))
-def test_every_op_of_a_step_is_printed_in_order_with_a_remark(schedule: Schedule, replicas: int, micro_batches: int) -> None:
+def test_every_op_of_a_step_is_printed_in_order_with_a_remark(schedule: ScheduleConfig, replicas: int, micro_batches: int) -> None:
     text = printed(schedule, replicas, micro_batches)
     found = remarks(text)
     setting = Setting(
@@ -118,12 +118,8 @@ def test_every_op_of_a_step_is_printed_in_order_with_a_remark(schedule: Schedule
         micro_batch_size=4,
         micro_batches=micro_batches,
     )
-    plan, _ = step_plan(setting, schedule)
-    ops = (
-        list(chain.from_iterable(step_templates(plan, min(3, micro_batches))))
-        if schedule.config.domino_pair == "micro-batches"
-        else plan.ops
-    )
+    plan, _ = planned(setting, schedule)
+    ops = list(chain.from_iterable(step_templates(plan, min(3, micro_batches)))) if schedule.domino_pair == "micro-batches" else plan.ops
     assert [Op.parse(op) for op, _ in found] == list(ops)
     assert max(map(len, text.splitlines())) < 150
 

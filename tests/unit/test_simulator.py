@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from domino_lm.config.settings import ModelConfig, ScheduleConfig, Sharding
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, transformer_chain
-from domino_lm.schedule.passes import gather_parameters, reduce_gradients, serialize, steady_state, step_templates
+from domino_lm.schedule.passes import serialize, steady_state, step_templates
 from domino_lm.schedule.plan import Plan, build_plan
-from domino_lm.simulate.costs import Shapes, shapes_of
+from domino_lm.simulate.costs import Shapes
 from domino_lm.simulate.hardware import HARDWARE, Hardware
 from domino_lm.simulate.links import Fabric, Link
-from domino_lm.simulate.predict import BASELINE, SCHEDULES, SERIAL, Prediction, Schedule, Setting, bucket_parts, optimum, predict, sliced
+from domino_lm.simulate.predict import BASELINE, SCHEDULES, Prediction, Setting, optimum, planned, predict, sliced
 from domino_lm.simulate.simulator import OpTime, Simulation, replay, simulate
 
 CLOSE = 1e-9
@@ -49,21 +49,16 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Shapes, Hardware, int]:
         domino_wgrad_rows=draw(st.sampled_from(["together", "each"])),
         sequence_parallel=draw(st.booleans()),
         recompute_granularity=draw(st.sampled_from([None, "selective", "full"])),
+        data_parallel_sharding_strategy=draw(st.sampled_from(SHARDINGS)),
+        overlap_param_gather=draw(st.booleans()),
+        ddp_bucket_size=100_000,
     )
     hardware = HARDWARE[draw(st.sampled_from(sorted(HARDWARE)))]
     tp, dp, size = draw(st.sampled_from([2, 8, 16, 32])), draw(st.sampled_from([1, 4])), draw(st.integers(rows, 8))
-    setting = Setting(model=model, hardware=hardware, tensor_parallel=tp, micro_batch_size=size)
-    plan = Schedule(schedule, serial=draw(st.booleans()) and not schedule.domino_defer_wgrad).plan(setting)
-    shapes = shapes_of(model, plan, tp, hardware, size)
-    plan = reduce_gradients(plan, *in_buckets(plan, shapes), draw(st.sampled_from(SHARDINGS)))
-    plan = gather_parameters(plan, draw(st.booleans())) if plan.slicing.sharded else plan
+    setting = Setting(model=model, hardware=hardware, tensor_parallel=tp, data_parallel=dp, micro_batch_size=size)
+    plan, shapes = planned(setting, schedule, serial=draw(st.booleans()) and not schedule.domino_defer_wgrad)
     step = plan.with_ops(steady_state(list(chain.from_iterable(step_templates(plan, draw(st.integers(1, 3)))))))
-    return step, replace(shapes, slicing=plan.slicing), hardware, dp
-
-
-def in_buckets(plan: Plan, shapes: Shapes, size: int = 100_000) -> tuple[list[frozenset[int]], bool, list[int]]:
-    buckets, replica_buckets = bucket_parts(plan, shapes, size)
-    return buckets, True, replica_buckets
+    return step, shapes, hardware, dp
 
 
 def with_links(hardware: Hardware, factor: float) -> Hardware:
@@ -211,17 +206,15 @@ def test_a_step_of_forty_layers_simulates_in_less_than_a_second() -> None:
 def test_micro_batches_that_are_not_simulated_add_what_others_did(micro_batches: int, name: str) -> None:
     setting = Setting(model=model(2), hardware=HARDWARE["dgx-h100"], tensor_parallel=8, micro_batch_size=2, micro_batches=micro_batches)
     step = predict(setting, SCHEDULES[name])
-    plan = SCHEDULES[name].plan(setting)
-    shapes = shapes_of(setting.model, plan, 8, setting.hardware, 2)
-    plan = reduce_gradients(plan, *in_buckets(plan, shapes, 40_000_000))
+    plan, shapes = planned(setting, SCHEDULES[name])
     ops = chain.from_iterable(step_templates(plan, micro_batches))
-    whole = simulate(plan.with_ops(ops), replace(shapes, slicing=plan.slicing), setting.hardware)
+    whole = simulate(plan.with_ops(ops), shapes, setting.hardware)
     assert step.step_s == pytest.approx(whole.makespan_s, rel=1e-6)
 
 
 def test_no_uncut_schedule_beats_the_optimum() -> None:
     setting = Setting(model=model(2), hardware=HARDWARE["dgx-h100"], tensor_parallel=16, micro_batch_size=4)
-    assert optimum(setting).step_s <= predict(setting, BASELINE).step_s <= predict(setting, SERIAL).step_s
+    assert optimum(setting).step_s <= predict(setting, BASELINE).step_s <= predict(setting, BASELINE, serial=True).step_s
 
 
 def model(layers: int) -> ModelConfig:
@@ -234,8 +227,7 @@ def replicated(sharding: Sharding, **settings: Any) -> Prediction:
     """One step of four micro-batches on 8 replicas under the distributed optimizer."""
     model = ModelConfig(num_layers=4, hidden_size=1024, num_attention_heads=16, seq_length=1024, vocab_size=1000)
     setting = Setting(model=model, hardware=HARDWARE["dgx-h100"], tensor_parallel=8, data_parallel=8, micro_batch_size=2, micro_batches=4)
-    schedule = Schedule(ScheduleConfig(schedule="baseline", data_parallel_sharding_strategy=sharding, **settings))
-    return predict(setting, schedule, bucket_size=1_000_000)
+    return predict(setting, replace(BASELINE, data_parallel_sharding_strategy=sharding, ddp_bucket_size=1_000_000, **settings))
 
 
 def test_replicas_share_the_optimizers_memory_and_with_shares_of_gradients_theirs() -> None:
