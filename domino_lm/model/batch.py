@@ -28,7 +28,7 @@ class MicroBatch:
 
     @classmethod
     def from_samples(cls, samples: Mapping[str, NDArray[Any]], device: torch.device, sample_offset: int = 0) -> MicroBatch:
-        """Collated samples [b, s] of a dataset, transposed and on ``device``, whose copies the host does not wait for."""
+        """Collated samples [b, s] of a dataset, transposed and copied to ``device`` asynchronously."""
 
         def transposed(name: str) -> Tensor:
             return to_device(torch.as_tensor(samples[name]).t().contiguous(), device)
@@ -155,7 +155,7 @@ class RowContext:
         self._shared_grads: dict[int, Tensor] = {}
 
     def state(self, kind: type[State]) -> State:
-        """What the part has saved, which the plan's order makes a ``kind`` here."""
+        """The part's saved state, which is a ``kind`` at this point of the plan."""
         assert isinstance(self.saved, kind), f"the part has saved a {type(self.saved).__name__}, not a {kind.__name__}"
         return self.saved
 
@@ -166,7 +166,7 @@ class RowContext:
             return Recorded(leaf, core(leaf, self))
 
     def extend(self, tensor: Tensor) -> list[Tensor]:
-        """``tensor`` of this row behind the same one of all earlier rows, a list in the order of the rows."""
+        """The same tensor of all earlier rows, then this row's ``tensor``."""
         if not self.shares:
             return [tensor]
         index = len(self.shared)
@@ -176,7 +176,7 @@ class RowContext:
         return [*leaves, tensor]
 
     def restart(self) -> None:
-        """Before the core runs again: what it shares and borrows is registered anew; gradients that arrived stay."""
+        """Before the core runs again: shared and borrowed tensors are registered again; gradients received so far stay."""
         self.shared, self._borrowed = [], []
 
     def forget_graph(self) -> None:
@@ -185,7 +185,7 @@ class RowContext:
         self._borrowed = []
 
     def backward(self, out: Tensor, d_out: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of ``inputs`` by ``out`` and by what later rows made of shared tensors; passes theirs on to earlier rows."""
+        """Gradients of ``inputs`` from ``out`` and from later rows' use of shared tensors; passes on those of earlier rows."""
         outputs = [out, *(self.shared[index] for index in self._shared_grads)]
         leaves = [leaf for _, _, leaf in self._borrowed]
         grads = torch.autograd.grad(outputs, [*inputs, *leaves], [d_out, *self._shared_grads.values()])

@@ -1,4 +1,4 @@
-"""The linear seam: the GEMMs of a linear layer, each its own call, for other libraries to take over."""
+"""The GEMMs of a linear layer, each a method that another library's backend may override."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear:
-    """The GEMMs that a plan calls, by PyTorch. A backend overrides those that it computes otherwise.
+    """The GEMMs that a plan calls, computed by PyTorch; a backend overrides some of them.
 
-    ``columns`` are a slice of the result's last dimension, which lands in the contiguous ``out`` where one is given.
+    ``columns`` are a slice of the result's last dimension, written into the contiguous ``out`` if given.
     """
 
-    def begin_step(self) -> None:
-        """Weights may have changed; what was made of them is made anew when it is next needed."""
+    def invalidate(self) -> None:
+        """Invalidate cached copies of the weights (fp8), which may have changed; they are rebuilt on next use."""
 
-    def refresh(self) -> None:
-        """Make anew, now and in the same memory, what would be made when it is next needed."""
+    def rebuild(self) -> None:
+        """Rebuild invalid copies now, in their memory."""
 
     def forward(self, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
         """``x`` [s, b, i] times ``weight`` [o, i] transposed, plus ``bias`` [o]: [s, b, o]."""
@@ -45,7 +45,7 @@ class Linear:
     def accumulate_wgrad(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
         """Add ``dy`` [s, b, o] transposed times ``x`` [s, b, i] to ``main_grad`` [o, i].
 
-        Where that is wider than the activations, the product is formed in a temporary of their dtype, since PyTorch's addmm takes
+        If that is wider than the activations, the product is formed in a temporary of their dtype, since PyTorch's addmm takes
         one dtype; on CPUs, where 16-bit GEMMs gain little, the operands are widened instead and nothing is rounded.
         """
         dy_2d, x_2d, grad = dy.flatten(0, 1), x.flatten(0, 1), weight.main_grad
@@ -72,7 +72,7 @@ def accumulate_bias_grad(parameter: Parameter, dy: Tensor) -> None:
 
 
 def _product(x: Tensor, matrix: Tensor, out: Tensor | None) -> Tensor:
-    """``x`` [s, b, i] times ``matrix`` [i, o], in the contiguous ``out`` [s, b, o] where one is given."""
+    """``x`` [s, b, i] times ``matrix`` [i, o], in the contiguous ``out`` [s, b, o] if given."""
     if out is None:
         return x @ matrix
     torch.mm(x.flatten(0, 1), matrix, out=out.view(-1, out.shape[-1]))

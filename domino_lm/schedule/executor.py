@@ -88,7 +88,7 @@ class Executor:
 
         ``iteration`` seeds dropout together with the run's seed. The host waits for nothing that a device computes.
         """
-        self._kernels.begin_step()
+        self._kernels.invalidate()
         self.gradients.zero_()
         self._step.fill_(iteration)
         self._recorder = recorder

@@ -22,13 +22,13 @@ INPUTS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 class GraphBackend(Protocol):
-    """What captures device work; `CudaGraphs`, or a stand-in that shows the order of calls."""
+    """Captures device work: `CudaGraphs`, or a stand-in of the tests."""
 
     def warm_up(self) -> AbstractContextManager[None]:
         """Run what stands inside on the stream that will capture."""
 
     def capture(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Record what ``call`` would do, without doing it; the result does it."""
+        """Record the device work of ``call`` without running it; the result runs it."""
 
 
 class CudaGraphs:
@@ -44,7 +44,7 @@ class CudaGraphs:
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """Work on the stream that will capture: libraries make their workspaces a stream."""
+        """Work on the stream that will capture: libraries allocate workspaces per stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -54,7 +54,7 @@ class CudaGraphs:
     def capture(self, call: Callable[[], None]) -> Callable[[], None]:
         """Capture ``call``; threads of NCCL and autograd may go on meanwhile."""
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what eager steps hold would stand beside the graph's own memory
+        torch.cuda.empty_cache()  # memory that eager steps hold would come on top of the graph's own
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             call()
@@ -105,7 +105,7 @@ class GraphedExecutor(Executor):
         if not self._replaying:
             super()._pass(template, values, batch, micro, weight)
             return
-        self._kernels.refresh()
+        self._kernels.rebuild()
         self._require_nothing_crosses(values)
         assert batch is not None
         assert weight is not None
@@ -151,7 +151,7 @@ class GraphedExecutor(Executor):
 
 
 def build_executor(kernels: KernelConfig, mesh: ParallelMesh, *args: Any, **settings: Any) -> Executor:
-    """The executor that settings ask for, of the arguments of `Executor`. Raises ConfigError where graphs cannot be had."""
+    """The executor that settings ask for, of the arguments of `Executor`. Raises ConfigError if graphs cannot be had."""
     plan, stack, *others = args
     if not kernels.cuda_graph:
         return Executor(plan, stack, mesh, *others, **settings)

@@ -1,4 +1,4 @@
-"""Collects when the ops of one step ran: by the host's clock where ops block it, by events of the GPU where they do not."""
+"""Collects when the ops of one step ran: by the host's clock if ops block it, by events of the GPU if they do not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DeviceRecorder:
 
     A WAIT is the time that the compute stream stood still. A collective begins when its inputs are ready and the one before
     it on its lane has ended, and ends when a stream of ours that waits for nothing else passes its wait. ``accelerator`` is
-    `torch.cuda` or what stands for it in a test.
+    `torch.cuda` or a stand-in of the tests.
     """
 
     def __init__(self, device: torch.device, accelerator: Any = torch.cuda) -> None:

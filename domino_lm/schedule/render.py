@@ -105,7 +105,7 @@ def _panel(axes: Any, timeline: Timeline, start_s: float, end_s: float, title: s
 
 
 def _bands(compute: Sequence[Span]) -> Iterable[tuple[str, float, float]]:
-    """Stretches of one phase on the compute lane; buckets that start within backward or arrive within forward do not cut it."""
+    """Stretches of one phase on the compute lane; reductions that start in backward, or gathers that arrive in forward, do not split one."""
     band: list[Any] = []
     for span in compute:
         phase = span.op.phase if span.op.kind is not Kind.START and not is_gather(span.op) else None

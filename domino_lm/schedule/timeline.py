@@ -69,7 +69,7 @@ class Timeline:
     def exposed_s(self, phase: str) -> float:
         """Time that compute stood waiting for a link: in ``phase`` "F" forward, "B" backward, or "S" the step's end.
 
-        Where waiting does not block the host (NCCL), a measured timeline shows only what the host saw.
+        If waiting does not block the host (NCCL), a measured timeline shows only what the host saw.
         """
         return sum(span.duration_s for span in self.on(COMPUTE) if span.op.kind is Kind.WAIT and span.op.phase == phase)
 
@@ -133,7 +133,7 @@ class Timeline:
 
 
 def read_trace(path: Path | str) -> Timeline:
-    """Read what `Timeline.write_trace` wrote. Raises TimelineError where the file is something else."""
+    """Read what `Timeline.write_trace` wrote. Raises TimelineError if the file is something else."""
     try:
         trace = json.loads(Path(path).read_text(encoding="utf-8"))
         about = {str(key): str(value) for key, value in trace["otherData"].items()}

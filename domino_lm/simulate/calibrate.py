@@ -24,7 +24,7 @@ GEMMS = ((64, 128, 128), (128, 256, 256), (256, 256, 512), (512, 512, 512), (512
 
 TOKENS, WIDTH = 1024, 512
 BUFFERS = 8
-"""Inputs and weights take turns, so that none is still in the caches: each row of a cut reads them again."""
+"""Inputs and weights alternate, so that none is still in the caches, as in a row of a cut."""
 
 ATTENTION = (2, 4, 256, 64)
 """Samples, heads, sequence, head width."""
@@ -34,20 +34,20 @@ BESIDE = (128, 512, 512)
 """The GEMM that runs beside all-reduces: tokens, output width, input width."""
 
 IN_A_ROW = 12
-"""All-reduces in one sample of what they take from compute."""
+"""All-reduces in one sample of the compute time that they take."""
 
 KERNELS_AN_OP = 8
 """Host time of one op beside its kernels, counted in smallest kernels: dispatch, views, the autograd graph. Assumed."""
 
 REPEATS = 7
 SHORTEST_S = 1e-3
-"""A sample repeats its kernel for at least so long."""
+"""Shortest sample of a repeated kernel."""
 
 
 def calibrate(tp: Communicator, device: torch.device, name: str) -> Hardware:
     """A `Hardware` of this rank's device and of the link of ``tp``; every rank of ``tp`` must call. CPUs and fp32 only.
 
-    With one rank the fabric is one that takes no time. Takes a few seconds. Rank 0's result is everyone's.
+    With one rank communication takes no time. Runs for a few seconds. Rank 0's result is everyone's.
     """
     assert device.type == "cpu", "kernels that run on the host alone are measured; a GPU is described by its datasheet"
     with torch.no_grad():
@@ -87,7 +87,7 @@ def _gemm_rate(tokens: int, width_out: int, width_in: int) -> tuple[float, float
 
 
 def _pass_kernels() -> dict[str, tuple[float, Callable[[], object]]]:
-    """For each name of `costs`: the bytes that it counts, and the kernels that it stands for, on [TOKENS, WIDTH]."""
+    """For each pass of `costs`: the bytes that it counts, and its kernels, on [TOKENS, WIDTH]."""
     a, b, c = (cycle([torch.randn(TOKENS, 1, WIDTH) for _ in range(BUFFERS)]) for _ in range(3))
     wide = cycle([torch.randn(TOKENS, 1, 2 * WIDTH) for _ in range(BUFFERS)])
     grads = cycle([torch.zeros(WIDTH, WIDTH) for _ in range(BUFFERS)])
@@ -145,7 +145,7 @@ def _grad(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> Tensor
 
 
 def _attention_rates() -> tuple[float, float]:
-    """FLOPs a second of unmasked pairs, forward and backward."""
+    """FLOPs per second of unmasked pairs, forward and backward."""
     samples, heads, length, width = ATTENTION
     query, key, value, dy = (torch.randn(samples, heads, length, width) for _ in range(4))
     flops = 4.0 * samples * heads * width * length * (length + 1) / 2
@@ -212,7 +212,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Time of one call: the better half of samples of several calls, since what disturbs only adds.
+    """Time of one call: the better half of samples of several calls, since disturbances only add time.
 
     With a single thread it is CPU time, which other programs on the machine do not lengthen.
     """

@@ -1,7 +1,7 @@
-"""What a device takes for each kind of work, and the machines that are known by name.
+"""How long a device takes for each kind of work, and the machines known by name.
 
-Sources stand beside the numbers. Those marked "assumed" have none better than an order of magnitude; results that
-hang on them should be looked at with other values, which ``dataclasses.replace`` makes easy.
+Sources stand beside the numbers. Those marked "assumed" are known to an order of magnitude; check results that depend
+on them with other values, by ``dataclasses.replace``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from domino_lm.simulate.links import Fabric, Link, MeasuredFabric
 
 GIB = 2**30
 # Output tiles of GEMM kernels, and how fast each runs against the largest: smaller ones load operands more often.
-# The ratios are assumed; they follow the operand traffic of a tile, (m + n) / (m n), where it exceeds what shared memory delivers.
+# The ratios are assumed; they follow the operand traffic of a tile, (m + n) / (m n), if it exceeds what shared memory delivers.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.75), (64, 64, 0.55))
 MAX_K_SPLITS = 16
 SPLIT_K_EFFICIENCY = 0.9
@@ -34,7 +34,7 @@ class Gemm(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """A multiplication and an addition a term."""
+        """A multiplication and an addition per term."""
         return 2.0 * self.m * self.n * self.k
 
 
@@ -47,7 +47,7 @@ class CoreAttention(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Kernels that are bound by memory bandwidth; ``name`` finds a measured rate, ``launches`` counts the kernels."""
+    """Kernels bound by memory bandwidth; ``name`` is the key of a measured rate, ``launches`` the number of kernels."""
 
     name: str
     size_bytes: float
@@ -71,10 +71,10 @@ class Device:
     memory_efficiency: float
     memory_bytes: float
     kernel_s: float
-    """Device time that a kernel takes however small: ramp-up, tail, the gap to the next."""
+    """Device time of the smallest kernel: ramp-up, tail, the gap to the next."""
 
     launch_s: float
-    """Host time to enqueue one kernel; the device waits where it outruns the host."""
+    """Host time to enqueue one kernel; the device waits if it outruns the host."""
 
     attention_efficiency: float
     """Share of the peak that fused attention tends to at long sequences, forward."""
@@ -111,10 +111,10 @@ class MeasuredDevice:
     """One device as calibration saw it; kernels run on the thread that issues them."""
 
     gemm_rates: tuple[tuple[float, float], ...]
-    """GEMMs by FLOPs: FLOPs, FLOPs a second."""
+    """GEMMs by FLOPs: FLOPs, FLOPs per second."""
 
     pass_rates: Mapping[str, float]
-    """Bytes a second by the name of the pass; ``default`` stands for names that are missing."""
+    """Bytes per second by the name of the pass; ``default`` stands for names that are missing."""
 
     attention_flops_per_s: tuple[float, float]
     """Fused attention forward and backward."""
@@ -193,7 +193,7 @@ class Hardware:
 
     @classmethod
     def from_json(cls, text: str) -> Hardware:
-        """The machine that `to_json` wrote. Raises ConfigError where the text is something else."""
+        """The machine that `to_json` wrote. Raises ConfigError if the text is something else."""
         classes = {kind.__name__: kind for kind in (Device, MeasuredDevice, Fabric, MeasuredFabric)}
         try:
             values: dict[str, Any] = json.loads(text)
@@ -210,7 +210,7 @@ class Hardware:
 
 
 def read_hardware(path: Path | str) -> Hardware:
-    """A machine from its JSON file, as `Hardware.write_json` writes it. Raises ConfigError where the file is something else."""
+    """A machine from its JSON file, as `Hardware.write_json` writes it. Raises ConfigError if the file is something else."""
     try:
         return Hardware.from_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -251,12 +251,12 @@ def _gpu(**values: float) -> Device:
 
 
 def _nvlink(bytes_per_s: float, efficiency: float) -> Link:
-    """A microsecond a hop is assumed; NCCL's own tuning table holds 0.6 (LL) to 4 (Simple) microseconds for NVLink."""
+    """A microsecond per hop is assumed; NCCL's own tuning table holds 0.6 (LL) to 4 (Simple) microseconds for NVLink."""
     return Link(bytes_per_s=bytes_per_s, efficiency=efficiency, latency_s=1e-6)
 
 
 def _infiniband(bytes_per_s: float) -> Link:
-    """46 to 48 of 50 GB/s a port is what NVIDIA expects of NDR (nccl-tests issue 290); 5 microseconds a hop are assumed."""
+    """NVIDIA expects 46 to 48 of 50 GB/s per NDR port (nccl-tests issue 290); 5 microseconds per hop are assumed."""
     return Link(bytes_per_s=bytes_per_s, efficiency=0.94, latency_s=5e-6)
 
 
@@ -276,7 +276,7 @@ _H100 = _gpu(
 _DGX_H100 = Fabric(
     node_size=8,
     local=_nvlink(450e9, 0.82),  # 900 GB/s both ways (datasheet); NCCL's ring reaches about 370 GB/s of bus bandwidth
-    network=_infiniband(50e9),  # eight 400 Gbit/s ports a node (DGX H100 datasheet)
+    network=_infiniband(50e9),  # eight 400 Gbit/s ports per node (DGX H100 datasheet)
     overhead_s=COLLECTIVE_OVERHEAD_S,
     switch_bytes_per_s=476e9,  # NVLink SHARP, "in the expected range" (nccl-tests issue 290)
     compute_share=H100_COMPUTE_SHARE,

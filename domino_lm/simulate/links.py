@@ -11,14 +11,14 @@ from domino_lm.config.settings import ConfigError
 # Full passes of the buffer over the links, as a multiple of (n - 1) / n: a reduction and a distribution, or one of them.
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 SAME_TRAFFIC = {"statistics": "all_gather", "gather_input": "all_gather", "replica_sum": "all_reduce"}
-"""Collectives that are others under a name that says what they carry."""
+"""Collectives by the name of their payload, and the collective that they are."""
 
 MOST_COMPUTE_TAKEN = 0.95
-"""Some compute always goes on, or an op beside an endless transfer would never end."""
+"""Compute keeps at least this share, so that an op beside a long transfer ends."""
 
 
 def traffic_of(collective: str) -> str:
-    """The collective whose traffic this one has. Raises ConfigError where none is known."""
+    """The collective whose traffic this one has. Raises ConfigError if none is known."""
     name = SAME_TRAFFIC.get(collective, collective)
     if name not in PASSES:
         raise ConfigError(f"no cost is known for the collective {collective!r}; known are {', '.join([*PASSES, *SAME_TRAFFIC])}.")
@@ -53,7 +53,7 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes a second that a large transfer reaches."""
+        """Bytes per second that a large transfer reaches."""
         return self.bytes_per_s * self.efficiency
 
 
@@ -67,7 +67,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Devices in NVLink domains of ``node_size`` that a network joins, one network port a device."""
+    """Devices in NVLink domains of ``node_size`` that a network joins, one network port per device."""
 
     node_size: int
     local: Link
@@ -77,10 +77,10 @@ class Fabric:
     """Between domains."""
 
     overhead_s: float
-    """Fixed cost of one collective: its kernel's start, and ranks that meet."""
+    """Fixed cost of one collective: kernel start and rendezvous of the ranks."""
 
     switch_bytes_per_s: float | None = None
-    """Bus bandwidth of an all-reduce that the NVLink switch sums (NVLS); None where no switch can."""
+    """Bus bandwidth of an all-reduce that the NVLink switch sums (NVLS); None if no switch can."""
 
     compute_share: float = 0.0
     """Share of a device's compute units that a collective occupies while it runs."""
@@ -107,7 +107,7 @@ class Fabric:
     def flat_ring_s(self, name: str, size_bytes: float, group: Group) -> float:
         """Ring: every rank passes on (n - 1) / n of the buffer once or twice (Patarasuk and Yuan, 2009).
 
-        Where it leaves a node, the rings of all the node's ports share the traffic, so that a rank's share of the network
+        If it leaves a node, the rings of all the node's ports share the traffic, so that a rank's share of the network
         carries 1 / per_node of it; the slower of both fabrics sets the pace.
         """
         travelled = PASSES[name] * (group.ranks - 1) / group.ranks * size_bytes
@@ -157,8 +157,7 @@ class MeasuredFabric:
     def transfer(self, collective: str, size_bytes: float, group: Group) -> Transfer:
         """Between measured sizes by straight lines. Raises ConfigError on an unknown collective.
 
-        What the transport takes of a core that computes, it also takes of one that waited: the sum is yet to be added, and
-        caches hold the transport's buffers.
+        The transport takes the same compute time after a wait: the sum is yet to be added, and caches hold its buffers.
         """
         name = traffic_of(collective)
         if group.ranks == 1:

@@ -25,7 +25,7 @@ LINKS = (TP_LINK, DP_LINK)
 
 
 class OpTime(NamedTuple):
-    """What one op takes on one machine, alone."""
+    """Times of one op on one machine, alone."""
 
     compute_s: float
     transfer_s: float  # 0 for ops that start no collective
@@ -76,7 +76,7 @@ class Simulation:
 
     @property
     def limit_s(self) -> float:
-        """What no order of these ops can beat: in each phase the longer of compute, with what TP collectives take of it, and TP link.
+        """Lower bound for every order of these ops: per phase the longer of compute, slowed by TP collectives, and TP link.
 
         Phases that run beside each other (pairs, row groups) count as one.
         """
@@ -90,14 +90,14 @@ class Simulation:
         return sum(max(sums) for sums in work.values())
 
     def _phases_mix(self) -> bool:
-        """Whether some forward still computes when a backward has begun: phases then change more than once a micro-batch and once between."""
+        """Whether some forward still computes when a backward has begun: phases then change more than once per micro-batch and once between."""
         bodies = [op for op in self.plan.ops if op.kind is Kind.BODY]
         micro_batches = sum(op.phase == "F" and op.part == op.row == 0 for op in bodies)
         return sum(before.phase != after.phase for before, after in pairwise(bodies)) > 2 * micro_batches - 1
 
     @cached_property
     def critical_path_s(self) -> float:
-        """Longest chain of ops that read what the one before wrote, on a machine with lanes without number."""
+        """The longest chain of dependent ops: the step on a machine with unlimited lanes."""
         ready: dict[Value, float] = {}
         longest = 0.0
         for op, time in zip(self.plan.ops, self.times, strict=True):
@@ -121,7 +121,7 @@ class Simulation:
 
 
 def op_times(plan: Plan, shapes: Shapes, hardware: Hardware, data_parallel: int = 1, free: Collection[str] = ()) -> list[OpTime]:
-    """What each op takes alone; collectives on the links named in ``free`` take nothing.
+    """Times of each op alone; collectives on the links named in ``free`` take none.
 
     Layers repeat: an op is priced once for each shape of part, row and column block.
     """
@@ -156,7 +156,7 @@ def simulate(plan: Plan, shapes: Shapes, hardware: Hardware, data_parallel: int 
 
 
 def replay(plan: Plan, times: Sequence[OpTime]) -> Simulation:
-    """Issue the ops in order, each taking what ``times`` says."""
+    """Issue the ops in order, each with its ``times``."""
     now_s = host_s = 0.0
     link_free_s = dict.fromkeys(LINKS, 0.0)
     in_flight: dict[Op, tuple[Interval, float]] = {}

@@ -119,12 +119,12 @@ def test_weights_are_quantised_once_a_step_in_the_same_memory() -> None:
     memory = linear._weights[weight].rows.data_ptr()
     weight.mul_(2)
     assert torch.equal(linear.forward(x, weight), before)
-    linear.begin_step()
+    linear.invalidate()
     assert torch.equal(linear.forward(x, weight), 2 * before)
     assert linear._weights[weight].rows.data_ptr() == memory
     weight.mul_(0.5)
-    linear.begin_step()
-    linear.refresh()
+    linear.invalidate()
+    linear.rebuild()
     weight.zero_()
     assert torch.equal(linear.forward(x, weight), before)
 

@@ -14,7 +14,7 @@ from domino_lm.model.parameter import Parameter
 
 
 def find(name: str) -> ModuleType | None:
-    """The extension module ``name`` where Apex was built with it, else None."""
+    """The extension module ``name`` if Apex was built with it, else None."""
     try:
         return import_module(name)
     except ImportError:  # absent, or built for another CUDA

@@ -1,4 +1,4 @@
-"""The seam to PyTorch's fused attention: a whole causal row, or one row of a sequence against all keys so far."""
+"""PyTorch's fused attention: a whole causal row, or one row of a sequence against all keys so far."""
 
 from __future__ import annotations
 

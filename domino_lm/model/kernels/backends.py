@@ -29,7 +29,7 @@ FP8_CAPABILITY = (8, 9)
 
 
 def choose_kernels(settings: KernelConfig, device: torch.device, dtype: torch.dtype, hidden_size: int) -> Kernels:
-    """The kernels for a model of ``dtype`` on ``device``. Raises ConfigError where a setting cannot be had."""
+    """The kernels for a model of ``dtype`` on ``device``. Raises ConfigError if a requested kernel does not run here."""
     linear, linear_name = _linear(settings, device, dtype)
     normalise, norm_name = _normalise(settings, device, dtype, hidden_size)
     kernels = Kernels(linear=linear, head_linear=linear, normalise=normalise)
@@ -46,13 +46,13 @@ def choose_kernels(settings: KernelConfig, device: torch.device, dtype: torch.dt
 
 
 def install_kernels(stack: Stack, kernels: Kernels) -> None:
-    """Have every part of ``stack`` compute with ``kernels``."""
+    """Make every part of ``stack`` compute with ``kernels``."""
     for part in stack.parts:
         part.kernels = kernels
 
 
 def _linear(settings: KernelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Linear, str]:
-    """Who accumulates weight gradients; a candidate that fails on a small example is passed over."""
+    """The backend of weight gradients; a candidate that fails on a small example is passed over."""
     narrow = dtype in (torch.bfloat16, torch.float16)
     if not settings.gradient_accumulation_fusion or device.type != "cuda" or dtype == torch.float64:
         return Linear(), "by PyTorch"
@@ -84,7 +84,7 @@ Norm = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 def _normalise(settings: KernelConfig, device: torch.device, dtype: torch.dtype, hidden_size: int) -> tuple[Norm, str]:
-    """Apex's norms where they run at this width, else PyTorch's."""
+    """Apex's norms if they run at this width, else PyTorch's."""
     fused = apex.find("apex.normalization.fused_layer_norm")
     if device.type != "cuda" or dtype == torch.float64 or fused is None or apex.find("fused_layer_norm_cuda") is None:
         return pointwise.normalise, "by PyTorch"
@@ -111,7 +111,7 @@ def normalises_rightly(norm: Norm, device: torch.device, dtype: torch.dtype, hid
 
 
 def _quantiser(settings: KernelConfig, fmt: Fp8Format, device: torch.device, dtype: torch.dtype) -> tuple[Quantise, str]:
-    """Transformer Engine's, or our own, compiled where ``--compile`` is given. Raises ConfigError where no fp8 GEMM runs."""
+    """Transformer Engine's, or our own, compiled if ``--compile`` is given. Raises ConfigError if no fp8 GEMM runs."""
     if dtype == torch.float64:
         raise ConfigError(f"--fp8-format {settings.fp8_format} needs a model in bf16, fp16 or fp32, not float64.")
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:

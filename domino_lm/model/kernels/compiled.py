@@ -17,8 +17,8 @@ RECOMPILES = 64
 
 
 def compile_kernels(kernels: Kernels, backend: str, device: torch.device) -> Kernels:
-    """``kernels`` with everything pointwise compiled. Raises ConfigError where ``backend`` cannot compile on ``device``."""
-    from torch._dynamo import config as dynamo  # a second of import that only --compile pays
+    """``kernels`` with everything pointwise compiled. Raises ConfigError if ``backend`` cannot compile on ``device``."""
+    from torch._dynamo import config as dynamo  # a second of import, for --compile alone
 
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
@@ -40,7 +40,7 @@ def compile_kernels(kernels: Kernels, backend: str, device: torch.device) -> Ker
 
 
 def _try(backend: str, device: torch.device) -> None:
-    """Compile one small function, so that a missing compiler is told before a run is built and not in its first step."""
+    """Compile one small function, so that a missing compiler is reported before a run is built and not in its first step."""
 
     def probe(x: Tensor) -> Tensor:
         return (x + 1).sin()

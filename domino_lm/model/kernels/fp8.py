@@ -1,8 +1,8 @@
-"""GEMMs in 8-bit floating point, each operand scaled by one number that is found from the tensor itself.
+"""GEMMs in 8-bit floating point, each operand with one scale, computed from the tensor itself.
 
 E4M3 holds more digits, E5M2 more range (Micikevicius et al., arXiv 2209.05433): *hybrid* takes E4M3 for weights and
 activations and E5M2 for gradients, *e4m3* takes it for all three. Weights stay in their own dtype; 8-bit copies are made
-once a step. Gradients of weights are formed in fp32 and accumulated as everywhere.
+once per step. Gradients of weights are formed in fp32 and accumulated as everywhere.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def quantise(matrix: Tensor, dtype: torch.dtype, transposed: bool = False) -> Qu
     """``matrix`` [m, k] scaled so that its largest magnitude is the type's largest, without waiting for the device.
 
     A matrix of zeros stays zeros. An element that is not finite makes the matrix NaN, so that the step's finite check sees
-    it: the types cannot all hold infinity, and a saturated value would pass.
+    it: not all types can hold infinity, and a saturated value would pass.
     """
     largest = matrix.abs().amax().float()  # []
     scale = torch.where(largest > 0, torch.finfo(dtype).max / largest, 1.0)
@@ -67,7 +67,7 @@ def quantise(matrix: Tensor, dtype: torch.dtype, transposed: bool = False) -> Qu
 
 
 def scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, precise: bool, out: Tensor | None) -> Tensor:
-    """``a`` [m, k] times ``b`` [n, k] transposed, both in 8 bits, in ``dtype``: [m, n], in ``out`` where one is given.
+    """``a`` [m, k] times ``b`` [n, k] transposed, both in 8 bits, in ``dtype``: [m, n], in ``out`` if one is given.
 
     ``precise`` sums in fp32 throughout; otherwise the tensor cores' shorter accumulator may be used.
     """
@@ -88,11 +88,11 @@ class Fp8Linear(Linear):
         self._stale: set[Parameter] = set()
         self._last: tuple[weakref.ref[Tensor], torch.dtype, Quantised] | None = None
 
-    def begin_step(self) -> None:
+    def invalidate(self) -> None:
         self._stale = set(self._weights)
         self._last = None
 
-    def refresh(self) -> None:
+    def rebuild(self) -> None:
         for weight in [weight for weight in self._weights if weight in self._stale]:  # the order is that of the first step
             self._store(weight)
 
@@ -149,7 +149,7 @@ class Fp8Linear(Linear):
         return self._weights[weight]
 
     def _store(self, weight: Parameter) -> None:
-        """Quantise a weight, into the memory that it has, where a captured graph would look for it."""
+        """Quantise a weight into its copy's memory, which captured graphs read."""
         found = self._quantise(weight.detach(), self.format.forward, True)
         held = self._weights.setdefault(weight, found)
         if held is not found:

@@ -29,17 +29,17 @@ class Kernels:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
 
     description: str = "PyTorch"
-    """For people: which library does what."""
+    """Which library does what, in words."""
 
-    def begin_step(self) -> None:
-        """A step is about to read the weights, which may have changed."""
-        self.linear.begin_step()
-        self.head_linear.begin_step()
+    def invalidate(self) -> None:
+        """As `Linear.invalidate`, before a step."""
+        self.linear.invalidate()
+        self.head_linear.invalidate()
 
-    def refresh(self) -> None:
-        """Prepare all weights now, in the memory where they were prepared before."""
-        self.linear.refresh()
-        self.head_linear.refresh()
+    def rebuild(self) -> None:
+        """As `Linear.rebuild`, for captured steps."""
+        self.linear.rebuild()
+        self.head_linear.rebuild()
 
 
 PYTORCH = Kernels()

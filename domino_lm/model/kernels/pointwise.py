@@ -1,4 +1,4 @@
-"""What parts compute between GEMMs, as pure functions of tensors, so that a compiler or another library can take each over."""
+"""The arithmetic of parts between GEMMs, as pure functions of tensors, which a compiler or another library can replace."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from domino_lm.model.kernels.fp8 import Quantise, Quantised
 
 
 def find_quantiser(device: torch.device) -> Quantise | None:
-    """Transformer Engine's per-tensor quantiser where version 2 is installed, else None."""
+    """Transformer Engine's per-tensor quantiser if version 2 is installed, else None."""
     try:
         module = import_module("transformer_engine.pytorch.tensor.float8_tensor")
         types = import_module("transformer_engine_torch").DType
