@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from domino_lm.config.arguments import Command, parse_command
-from domino_lm.config.schema import settings
 from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.config.toml_file import config_text, require_writable, save_config
 from domino_lm.data.indexed import IndexedDatasetError
@@ -93,7 +92,7 @@ def dry_run(command: Command, world_size: int) -> int:
     if not command.dry_run:
         print(plan)
         return 0
-    print(config_text(run, settings()))
+    print(config_text(run))
     print(RunSummary(foreseen, world_size, device, str(sources_of(run.data)), command.ignored))
     for line in [candidates, plan, *(f"missing   {fault}" for fault in file_faults(command.run))]:
         if line:
@@ -156,7 +155,7 @@ def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (
     trainer.console("\n".join(filter(None, [summary(run, mesh, trainer, ignored), candidates])))
     trainer.load()
     if folder is not None:
-        together(mesh.world, lambda: save_config(run, folder, settings()) if mesh.world.rank == 0 else None)
+        together(mesh.world, lambda: save_config(run, folder) if mesh.world.rank == 0 else None)
     return trainer
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from domino_lm.config.flag_parser import DEFAULT, FlagParser
 from domino_lm.config.megatron_flags import REQUIRES, classify
 from domino_lm.config.presets import BESIDE_THE_MODEL, PRESETS
-from domino_lm.config.schema import NO_DEFAULT, Setting, parts, settings
+from domino_lm.config.schema import NO_DEFAULT, Setting, flat_values, parts, settings
 from domino_lm.config.settings import ConfigError, RunConfig, refuse
 from domino_lm.config.toml_file import PRESET, read_config
 
@@ -131,7 +131,7 @@ def with_file_and_preset(flags: dict[str, Any]) -> dict[str, Any]:
     """Values of flags, the file that --config names, and the preset that either names. Raises ConfigError for a wrong file."""
     given = dict(flags)
     path, preset = given.pop("config", None), given.pop(PRESET, None)
-    from_file = read_config(path, settings()) if path is not None else {}
+    from_file = read_config(path) if path is not None else {}
     named_there = from_file.pop(PRESET, None)
     if named_there is not None and named_there not in PRESETS:
         raise ConfigError(f"--config {path}: preset {named_there!r} is none of {', '.join(sorted(PRESETS))}.")
@@ -190,11 +190,6 @@ def config_from_values(values: dict[str, object]) -> RunConfig:
 
 def _stored(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
-
-
-def flat_values(run: RunConfig) -> dict[str, object]:
-    """Every setting's value by its field name, in the order of `config`."""
-    return {item.name: getattr(getattr(run, item.part), item.name) for item in settings()}
 
 
 def add_setting(group: Any, setting: Setting, **changes: Any) -> None:

@@ -9,7 +9,7 @@ from domino_lm.config.settings import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSchedule:
+class BatchPlan:
     """Global batch of each step as a function of the samples before it, and the run's length in steps or in samples.
 
     The batch is ``start`` sequences and grows by ``increment`` in equal stretches of ``ramp_samples`` until it is ``full``.
@@ -23,7 +23,7 @@ class BatchSchedule:
     ramp_samples: int = 0
 
     @classmethod
-    def of(cls, run: RunConfig, world_size: int) -> BatchSchedule:
+    def of(cls, run: RunConfig, world_size: int) -> BatchPlan:
         """That of ``run``; `checks.check_run` has found its numbers sound."""
         full, training = global_batch_size(run, world_size), run.training
         start, increment, ramp = training.rampup_batch_size or (full, 0, 0)

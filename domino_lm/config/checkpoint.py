@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from domino_lm.config.bounds import PositiveInt
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -15,7 +17,7 @@ class CheckpointConfig:
     load: str | None = None
     """Folder to resume from; an empty or missing folder starts from scratch and says so."""
 
-    save_interval: int | None = None
+    save_interval: PositiveInt | None = None
     """Steps between checkpoints; the last step is always saved when --save is given."""
 
     exit_on_missing_checkpoint: bool = False
@@ -24,7 +26,7 @@ class CheckpointConfig:
     finetune: bool = False
     """Start a new run from the weights of --load: iteration, optimizer, learning-rate schedule and data begin anew."""
 
-    ckpt_step: int | None = None
+    ckpt_step: PositiveInt | None = None
     """Iteration of --load to take; None takes the latest complete one."""
 
     use_checkpoint_args: bool = False

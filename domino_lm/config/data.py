@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from domino_lm.config.bounds import NonNegativeFloat, NonNegativeInt
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
@@ -79,7 +81,7 @@ class DataConfig:
     mock_data: bool = False
     """Train on made-up tokens."""
 
-    mid_level_dataset_surplus: float = 0.005
+    mid_level_dataset_surplus: NonNegativeFloat = 0.005
     """Samples more than its share that each source of a weighted blend is built with, as a fraction."""
 
     multiple_validation_sets: bool = False
@@ -94,7 +96,7 @@ class DataConfig:
     data_sharding: bool = True
     """With cyclic, each data-parallel rank permutes a share of its own; --no-data-sharding deals one permutation out."""
 
-    num_workers: int = 2
+    num_workers: NonNegativeInt = 2
     """Threads that read micro-batches ahead of the step; 0 reads them in it."""
 
     data_cache_path: str | None = None

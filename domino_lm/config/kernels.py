@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from domino_lm.config.bounds import PositiveInt
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
@@ -40,8 +42,8 @@ class KernelConfig:
     high_priority_stream_groups: tuple[str, ...] = ()
     """Groups whose NCCL kernels run on streams of high priority: tp, dp."""
 
-    nccl_max_ctas: int | None = None
+    nccl_max_ctas: PositiveInt | None = None
     """Most thread blocks that an NCCL collective occupies; fewer leave more of the GPU to compute and make transfers slower."""
 
-    cuda_device_max_connections: int | None = None
+    cuda_device_max_connections: PositiveInt | None = None
     """Hardware queues of the GPU (CUDA_DEVICE_MAX_CONNECTIONS), set before CUDA starts; None leaves the environment's."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from domino_lm.config.bounds import PositiveFloat, PositiveInt
+
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -19,19 +21,19 @@ class PrecisionConfig:
     fp16: bool = False
     """The same in float16, under a loss scale: dynamic, or the constant of --loss-scale."""
 
-    loss_scale: float | None = None
+    loss_scale: PositiveFloat | None = None
     """Constant factor of the loss, by which gradients are divided before the update; powers of 2 are exact. None: dynamic with --fp16, else none."""
 
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: PositiveFloat = 2.0**32
     """Dynamic loss scale of the first step; it halves at overflows until gradients fit."""
 
-    min_loss_scale: float = 1.0
+    min_loss_scale: PositiveFloat = 1.0
     """The dynamic loss scale falls no lower; an overflow there counts for --max-skipped-steps."""
 
-    loss_scale_window: int = 1000
+    loss_scale_window: PositiveInt = 1000
     """Steps without overflow after which the dynamic loss scale doubles."""
 
-    hysteresis: int = 2
+    hysteresis: PositiveInt = 2
     """Overflows that the dynamic loss scale bears before it halves at each; it is as patient again when it has doubled."""
 
     grad_reduce_in_bf16: bool = False

@@ -8,9 +8,10 @@ import inspect
 import textwrap
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from domino_lm.config import settings as config
+from domino_lm.config.bounds import Bounds
 from domino_lm.config.settings import RunConfig
 
 NO_DEFAULT = dataclasses.MISSING
@@ -29,25 +30,37 @@ class Setting:
     many: bool = False
     """Takes several values."""
 
+    bounds: Bounds | None = None
+    """Numbers that are allowed."""
+
     @property
     def flag(self) -> str:
         """Spelling on the command line."""
         return "--" + self.name.replace("_", "-")
 
+    def of(self, run: RunConfig) -> Any:
+        """Its value in ``run``."""
+        return getattr(getattr(run, self.part), self.name)
 
-def settings() -> list[Setting]:
+
+@cache
+def settings() -> tuple[Setting, ...]:
     """Every setting in the order of `config`; names are unique over all parts."""
     found = []
     for part, part_class in parts().items():
         docstrings = field_docstrings(part_class)
-        hints = get_type_hints(part_class)
+        hints = get_type_hints(part_class, include_extras=True)
         for item in dataclasses.fields(part_class):
-            kind, choices, many = _kind(hints[item.name])
-            found.append(Setting(part, item.name, kind, choices, item.default, docstrings[item.name], many))
-    return found
+            kind, choices, many, bounds = _kind(hints[item.name])
+            found.append(Setting(part, item.name, kind, choices, item.default, docstrings[item.name], many, bounds))
+    return tuple(found)
 
 
-@cache
+def flat_values(run: RunConfig) -> dict[str, Any]:
+    """Every setting's value by its field name, in the order of `config`."""
+    return {item.name: item.of(run) for item in settings()}
+
+
 def field_docstrings(part_class: type) -> dict[str, str]:
     """Docstring that follows each field in the class's source."""
     (class_node,) = ast.parse(textwrap.dedent(inspect.getsource(part_class))).body
@@ -64,12 +77,15 @@ def parts() -> dict[str, Any]:
     return {item.name: get_type_hints(RunConfig, vars(config))[item.name] for item in dataclasses.fields(RunConfig)}
 
 
-def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None, bool]:
-    """Type of one value, its choices, and whether there may be several."""
+def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None, bool, Bounds | None]:
+    """Type of one value, its choices, whether there may be several, and the numbers that are allowed."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (member for member in get_args(hint) if member is not NoneType)
     if get_origin(hint) is Literal:
-        return str, get_args(hint), False
+        return str, get_args(hint), False, None
+    if get_origin(hint) is Annotated:
+        kind, bounds = get_args(hint)
+        return kind, None, False, bounds
     if get_origin(hint) is tuple:
-        return get_args(hint)[0], None, True
-    return hint, None, False
+        return get_args(hint)[0], None, True, None
+    return hint, None, False, None

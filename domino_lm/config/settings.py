@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from domino_lm.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from domino_lm.config.checkpoint import CheckpointConfig
 from domino_lm.config.data import DataConfig, TokenizerConfig
 from domino_lm.config.kernels import KernelConfig
@@ -35,49 +36,49 @@ def refuse(faults: Sequence[str]) -> None:
 class ModelConfig:
     """Shape and arithmetic of a GPT or LLaMA model."""
 
-    num_layers: int
+    num_layers: PositiveInt
     """Transformer layers."""
 
-    hidden_size: int
+    hidden_size: PositiveInt
     """Width h of the residual stream."""
 
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: PositiveInt | None = None
     """Width f of the MLP; None takes 4h, or 8h/3 rounded down to a multiple of 64 with --swiglu."""
 
-    num_attention_heads: int
+    num_attention_heads: PositiveInt
     """Query heads; hidden size must divide by it unless --kv-channels is given."""
 
     group_query_attention: bool = False
     """Let several query heads share one key and value head; their number is --num-query-groups."""
 
-    num_query_groups: int = 1
+    num_query_groups: PositiveInt = 1
     """Key and value heads under --group-query-attention."""
 
-    kv_channels: int | None = None
+    kv_channels: PositiveInt | None = None
     """Width of one head; None takes hidden size / heads."""
 
-    seq_length: int
+    seq_length: PositiveInt
     """Tokens of one training sample."""
 
-    max_position_embeddings: int | None = None
+    max_position_embeddings: PositiveInt | None = None
     """Rows of the learned position table; None takes the sequence length. RoPE needs none."""
 
     position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
     """learned_absolute (GPT) or rope (LLaMA)."""
 
-    rotary_base: float = 10000.0
+    rotary_base: PositiveFloat = 10000.0
     """Base of RoPE's frequencies."""
 
     use_rope_scaling: bool = False
     """Slow RoPE's low frequencies down as Llama 3.1 does, for samples longer than the 8192 tokens that the model began with."""
 
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: PositiveFloat = 8.0
     """By how much --use-rope-scaling slows the lowest frequencies down; Llama 3.1 takes 8, Llama 3.2 takes 32."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """LayerNorm or RMSNorm."""
 
-    norm_epsilon: float = 1e-5
+    norm_epsilon: PositiveFloat = 1e-5
     """Added to the variance inside every norm."""
 
     swiglu: bool = False
@@ -92,19 +93,19 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer a matrix of its own instead of the word embedding's."""
 
-    attention_dropout: float = 0.1
+    attention_dropout: Fraction = 0.1
     """Dropout on attention probabilities; above 0 it needs the explicit attention, which is slower than the fused kernel."""
 
-    hidden_dropout: float = 0.1
+    hidden_dropout: Fraction = 0.1
     """Dropout on embeddings and on each branch before it joins the residual."""
 
-    init_method_std: float = 0.02
+    init_method_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; output projections take it divided by sqrt(2 x layers)."""
 
-    vocab_size: int | None = None
+    vocab_size: PositiveInt | None = None
     """True number of token ids; None takes the tokenizer's."""
 
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: PositiveInt = 128
     """The stored vocabulary is padded to a multiple of this times the tensor-parallel size."""
 
     mask_padded_vocab: bool = True
@@ -143,13 +144,13 @@ class ModelConfig:
 class ParallelConfig:
     """How ranks are laid out and talk to each other."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: PositiveInt = 1
     """Ranks t that share each layer's matrices; neighbours in rank order, so keep it within a node."""
 
     distributed_backend: Literal["gloo", "nccl"] | None = None
     """gloo or nccl; None takes nccl where CUDA is available, else gloo."""
 
-    distributed_timeout_minutes: int = 10
+    distributed_timeout_minutes: PositiveInt = 10
     """A collective that takes longer ends the run with an error instead of a hang."""
 
 
@@ -163,13 +164,13 @@ class ScheduleConfig:
     domino_calibration: str | None = None
     """What --schedule auto knows of the machine: a known name (dgx-h100), or a .json file, which is read where it exists and else measured and written."""
 
-    domino_row_slices: int | None = None
+    domino_row_slices: PositiveInt | None = None
     """Rows that each micro-batch is cut into; None takes min(2, micro-batch size), or 4 along the sequence; 1 cuts nothing."""
 
     domino_row_dim: Literal["batch", "sequence"] | None = None
     """batch: a row is some of the sequences; sequence: a row is a stretch of every sequence, which works at micro-batch size 1; None takes batch, or sequence where the micro-batch holds one."""
 
-    domino_column_slices: int = 1
+    domino_column_slices: PositiveInt = 1
     """Column blocks that the GEMM before each all-reduce is cut into, each reduced while the next is computed; must divide the hidden size."""
 
     domino_pair: Literal["micro-batches", "row-groups"] | None = None
@@ -187,7 +188,7 @@ class ScheduleConfig:
     recompute_method: Literal["uniform", "block"] | None = None
     """Layers that full recomputes: uniform takes all, block the first --recompute-num-layers."""
 
-    recompute_num_layers: int | None = None
+    recompute_num_layers: PositiveInt | None = None
     """Layers recomputed under --recompute-method block; uniform accepts it without effect, since no reduced output is ever recomputed."""
 
     domino_wgrad_rows: Literal["each", "together"] = "each"
@@ -205,7 +206,7 @@ class ScheduleConfig:
     overlap_param_gather: bool = False
     """Gather updated parameters behind the next step's forward, each bucket until it is needed; without, all of them before the step ends."""
 
-    ddp_bucket_size: int | None = None
+    ddp_bucket_size: PositiveInt | None = None
     """Parameters in one data-parallel bucket; None takes max(40 million, 1 million x data-parallel size)."""
 
     @property
@@ -218,55 +219,55 @@ class ScheduleConfig:
 class OptimizerConfig:
     """AdamW, its learning-rate schedule and gradient clipping."""
 
-    lr: float
+    lr: PositiveFloat
     """Peak learning rate."""
 
-    min_lr: float = 0.0
+    min_lr: NonNegativeFloat = 0.0
     """Learning rate at and after the end of the decay."""
 
     lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after the warm-up, linear by default as in Megatron (presets take cosine); WSD (warm-up, stable, decay) holds the peak and decays over its last --lr-wsd-decay-iters."""
 
-    lr_decay_iters: int | None = None
+    lr_decay_iters: PositiveInt | None = None
     """Iterations until the minimum is reached; None takes --train-iters."""
 
-    lr_decay_samples: int | None = None
+    lr_decay_samples: PositiveInt | None = None
     """The same in samples; None takes the length of the run."""
 
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of WSD's decay."""
 
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: PositiveInt | None = None
     """Iterations of WSD's decay, the last ones of --lr-decay-iters."""
 
-    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_samples: PositiveInt | None = None
     """The same in samples."""
 
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: NonNegativeInt = 0
     """Iterations of linear warm-up."""
 
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: NonNegativeInt = 0
     """The same in samples."""
 
     lr_warmup_fraction: float | None = None
     """Warm-up as a fraction of the decay, instead of --lr-warmup-iters."""
 
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
 
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay; biases and norm weights take none."""
 
-    adam_beta1: float = 0.9
+    adam_beta1: Fraction = 0.9
     """Decay of the first moment."""
 
-    adam_beta2: float = 0.999
+    adam_beta2: Fraction = 0.999
     """Decay of the second moment."""
 
-    adam_eps: float = 1e-8
+    adam_eps: PositiveFloat = 1e-8
     """Added to the denominator."""
 
-    clip_grad: float = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
 
@@ -274,16 +275,16 @@ class OptimizerConfig:
 class TrainingConfig:
     """Length of the run, batch sizes, objective and evaluation."""
 
-    micro_batch_size: int
+    micro_batch_size: PositiveInt
     """Sequences in one forward and backward of a rank."""
 
-    global_batch_size: int | None = None
+    global_batch_size: PositiveInt | None = None
     """Sequences in one optimizer step over all ranks; None takes micro-batch size x data-parallel size."""
 
-    train_iters: int | None = None
+    train_iters: PositiveInt | None = None
     """Optimizer steps of the whole run."""
 
-    train_samples: int | None = None
+    train_samples: PositiveInt | None = None
     """Samples of the whole run, instead of --train-iters; a last batch that they do not fill is left out."""
 
     rampup_batch_size: tuple[int, ...] | None = None
@@ -292,34 +293,34 @@ class TrainingConfig:
     calculate_per_token_loss: bool = False
     """Minimise the mean over all tokens of the global batch instead of Megatron's default, the mean of micro-batch means."""
 
-    eval_interval: int = 1000
+    eval_interval: NonNegativeInt = 1000
     """Steps between evaluations on the validation split; 0 turns them off."""
 
-    eval_iters: int = 100
+    eval_iters: NonNegativeInt = 100
     """Global batches in one evaluation; 0 turns evaluation off."""
 
-    exit_interval: int | None = None
+    exit_interval: PositiveInt | None = None
     """Stop (and save) when the iteration is divisible by this; the learning-rate schedule does not change."""
 
-    exit_samples: int | None = None
+    exit_samples: PositiveInt | None = None
     """Stop (and save) once so many samples are consumed."""
 
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: PositiveFloat | None = None
     """Stop (and save) after so many minutes of training, on all ranks by rank 0's clock."""
 
     manual_gc: bool = False
     """Collect Python's garbage at --manual-gc-interval alone, at the same step on all ranks, instead of whenever it comes due."""
 
-    manual_gc_interval: int = 0
+    manual_gc_interval: NonNegativeInt = 0
     """Steps between collections under --manual-gc; 0 collects only before evaluations and saving."""
 
-    max_skipped_steps: int = 3
+    max_skipped_steps: NonNegativeInt = 3
     """Steps in a row whose loss or gradient is not finite that are skipped, on all ranks, before the run ends with an error; 0 ends it at the first. Overflows that lower the dynamic loss scale of --fp16 do not count."""
 
     check_for_nan_in_loss_and_grad: bool | None = None
     """End the run at the first loss or gradient that is not finite; --no-check-for-nan-in-loss-and-grad skips such steps without end. Neither: --max-skipped-steps."""
 
-    seed: int = 1234
+    seed: NonNegativeInt = 1234
     """Seed of initial weights, dropout and data order."""
 
     @property
@@ -334,13 +335,13 @@ class TrainingConfig:
 class LoggingConfig:
     """What is printed and recorded."""
 
-    log_interval: int = 100
+    log_interval: PositiveInt = 100
     """Steps between log lines."""
 
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files."""
 
-    tensorboard_log_interval: int = 1
+    tensorboard_log_interval: PositiveInt = 1
     """Steps between TensorBoard points."""
 
     log_throughput: bool = False
@@ -358,7 +359,7 @@ class LoggingConfig:
     metrics_file: str | None = None
     """Write every step and evaluation here, a JSON object a line; a resumed run goes on in it."""
 
-    peak_tflops: float | None = None
+    peak_tflops: PositiveFloat | None = None
     """Dense peak of one device in TFLOP/s, in the run's precision, which MFU is taken of; None takes that of known GPUs, and elsewhere MFU is n/a."""
 
     wandb_project: str | None = None
@@ -373,7 +374,7 @@ class LoggingConfig:
     timeline: str | None = None
     """Write the measured timeline of one step here, as a Chrome trace (FILE.json) and a picture (FILE.png); rank 0's view."""
 
-    timeline_iteration: int = 3
+    timeline_iteration: PositiveInt = 3
     """Which step of this run --timeline records, counted from its start; the first ones warm up."""
 
 

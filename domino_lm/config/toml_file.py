@@ -8,18 +8,15 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from domino_lm.config.schema import Setting, settings
 from domino_lm.config.settings import ConfigError, RunConfig
-
-if TYPE_CHECKING:
-    from domino_lm.config.schema import Setting
 
 CONFIG_NAME = "config.toml"
 PRESET = "preset"
 
 
-def read_config(path: str | os.PathLike[str], settings: Sequence[Setting]) -> dict[str, object]:
+def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
     """Flat field names and values of a TOML file, and ``preset`` where it names one.
 
     Keys are field names, with ``_`` or ``-``, at the top or in the table of their part (``[model]``, ``[training]``, ...).
@@ -31,10 +28,10 @@ def read_config(path: str | os.PathLike[str], settings: Sequence[Setting]) -> di
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not TOML: {error}.") from error
-    known = {item.name: item for item in settings}
+    known = {item.name: item for item in settings()}
     values: dict[str, object] = {}
     faults = []
-    for table, key, value in _entries(tables, {item.part for item in settings}):
+    for table, key, value in _entries(tables, {item.part for item in settings()}):
         name = key.replace("-", "_")
         fault = _fault(table, key, value, known.get(name), list(known)) if (table, name) != ("", PRESET) else None
         if name in values:
@@ -47,15 +44,15 @@ def read_config(path: str | os.PathLike[str], settings: Sequence[Setting]) -> di
     return values
 
 
-def config_text(run: RunConfig, settings: Sequence[Setting]) -> str:
+def config_text(run: RunConfig) -> str:
     """Every setting of ``run`` as TOML that `read_config` takes; one whose value is None is left out, which means the same."""
     lines = ["# Settings of one run, as they were resolved; --config with this file gives them again."]
     part = ""
-    for item in settings:
+    for item in settings():
         if item.part != part:
             part = item.part
             lines += ["", f"[{part}]"]
-        value = getattr(getattr(run, part), item.name)
+        value = item.of(run)
         if value is not None:
             lines.append(f"{item.name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
@@ -72,7 +69,7 @@ def require_writable(folder: str) -> None:
         raise ConfigError(f"--save {folder} cannot be written: {error.strerror}; give a folder that can.") from error
 
 
-def save_config(run: RunConfig, folder: str, settings: Sequence[Setting]) -> Path:
+def save_config(run: RunConfig, folder: str) -> Path:
     """Write ``config.toml`` into ``folder``, made where it is missing; the file appears whole or not at all.
 
     Raises ConfigError where the folder cannot be written.
@@ -81,7 +78,7 @@ def save_config(run: RunConfig, folder: str, settings: Sequence[Setting]) -> Pat
     unfinished = path.with_name(f".{CONFIG_NAME}.tmp-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(config_text(run, settings), encoding="utf-8")
+        unfinished.write_text(config_text(run), encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:
         raise ConfigError(f"--save {folder} cannot be written: {error.strerror}.") from error

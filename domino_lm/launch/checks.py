@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
+from domino_lm.config.schema import settings
 from domino_lm.config.settings import ModelConfig, RunConfig, refuse
 from domino_lm.data.gpt_dataset import parse_split
 from domino_lm.data.indices import DatasetError
@@ -53,39 +54,10 @@ def widest_tensor_parallel(run: RunConfig, ranks: int) -> int:
 
 def _number_faults(run: RunConfig) -> Iterator[str]:
     """Values outside their own range, whatever the others are."""
-    positive = {
-        "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
-        "max_position_embeddings rotary_base rope_scaling_factor norm_epsilon init_method_std vocab_size make_vocab_size_divisible_by",
-        "parallel": "tensor_model_parallel_size distributed_timeout_minutes",
-        "schedule": "domino_row_slices domino_column_slices recompute_num_layers ddp_bucket_size",
-        "kernels": "nccl_max_ctas cuda_device_max_connections",
-        "precision": "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
-        "optimizer": "lr lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples adam_eps",
-        "training": "micro_batch_size global_batch_size train_iters train_samples exit_interval exit_samples exit_duration_in_mins",
-        "checkpoint": "save_interval ckpt_step",
-        "logging": "log_interval tensorboard_log_interval timeline_iteration peak_tflops",
-    }
-    for part, names in positive.items():
-        for name in names.split():
-            value = getattr(getattr(run, part), name)
-            if value is not None and not 0 < value < float("inf"):
-                yield f"{_flag(name)} {value} must be above 0."
-    not_negative = {
-        "optimizer": "min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init weight_decay clip_grad",
-        "training": "eval_interval eval_iters max_skipped_steps manual_gc_interval seed",
-        "data": "num_workers mid_level_dataset_surplus",
-    }
-    for part, names in not_negative.items():
-        for name in names.split():
-            value = getattr(getattr(run, part), name)
-            if not 0 <= value < float("inf"):
-                yield f"{_flag(name)} {value} must be 0 or more."
-    below_one = {"model": "attention_dropout hidden_dropout", "optimizer": "adam_beta1 adam_beta2"}
-    for part, names in below_one.items():
-        for name in names.split():
-            value = getattr(getattr(run, part), name)
-            if not 0 <= value < 1:
-                yield f"{_flag(name)} {value} must be at least 0 and below 1."
+    for item in settings():
+        value = item.of(run)
+        if item.bounds is not None and value is not None and not item.bounds.hold(value):
+            yield f"{item.flag} {value} {item.bounds.text}."
 
 
 def _layout_faults(run: RunConfig, world_size: int) -> Iterator[str]:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from domino_lm.config.arguments import flat_values
-from domino_lm.config.batch_plan import BatchSchedule, data_parallel_size
-from domino_lm.config.schema import settings
+from domino_lm.config.batch_plan import BatchPlan, data_parallel_size
+from domino_lm.config.schema import flat_values, settings
 from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
 from domino_lm.launch.file_checks import calibration
 from domino_lm.schedule.cuts import Uncut, resolve_cut, resolved_schedule
@@ -90,7 +89,7 @@ class RunSummary:
 
     def step(self) -> str:
         """Sequences, tokens and micro-batches of one optimizer step."""
-        batches, length, micro = BatchSchedule.of(self.run, self.world_size), self.run.model.seq_length, self.run.training.micro_batch_size
+        batches, length, micro = BatchPlan.of(self.run, self.world_size), self.run.model.seq_length, self.run.training.micro_batch_size
         count = batches.full // (micro * data_parallel_size(self.run, self.world_size))
         ramp = (
             f"; the batch grows from {batches.start} by {batches.increment} over {batches.ramp_samples:,} samples" if batches.ramps else ""
@@ -101,7 +100,7 @@ class RunSummary:
 
     def length(self) -> str:
         """Steps, samples and tokens of the whole run."""
-        batches = BatchSchedule.of(self.run, self.world_size)
+        batches = BatchPlan.of(self.run, self.world_size)
         return f"{batches.iterations:,} steps, {batches.samples:,} samples, {batches.samples * self.run.model.seq_length:,} tokens"
 
     def schedule(self) -> str:
@@ -263,7 +262,7 @@ def changed_settings(run: RunConfig) -> str:
     """Every setting that is not at its default, part by part."""
     lines: dict[str, list[str]] = {}
     for item in settings():
-        value = getattr(getattr(run, item.part), item.name)
+        value = item.of(run)
         if value != item.default:
             lines.setdefault(item.part, []).append(f"{item.name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}")
     return "\n".join(f"{part:11}{', '.join(texts)}" for part, texts in lines.items())

@@ -4,9 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from domino_lm.config.arguments import build_parser
+from domino_lm.config.arguments import build_parser, read_flags
 from domino_lm.config.schema import NO_DEFAULT, settings
-from domino_lm.config.settings import ConfigError, ModelConfig
+from domino_lm.config.settings import ConfigError, ModelConfig, refuse
 
 KINDS = ("native", "megatron-legacy", "megatron-torch_dist", "hf")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -44,16 +44,16 @@ def _model(words: list[str], vocab_size: int | None) -> ModelConfig | None:
     """The model that ``words`` describe, flags as in training; raises ConfigError on any other flag."""
     if not words:
         return None
-    found, unknown = build_parser().parse_known_args(words)
-    values = vars(found)
+    flags = read_flags(build_parser(), words)
+    refuse(flags.faults)
     names = {item.name: item for item in settings() if item.part == "model"}
-    foreign = unknown + ["--" + name.replace("_", "-") for name in values if name not in names]
+    foreign = ["--" + name.replace("_", "-") for name in flags.values if name not in names]
     if foreign:
         raise ConfigError(f"{', '.join(foreign)}: not flags of this tool, nor of a model; --help lists its flags.")
-    missing = [item.flag for name, item in names.items() if item.default is NO_DEFAULT and name not in values]
+    missing = [item.flag for name, item in names.items() if item.default is NO_DEFAULT and name not in flags.values]
     if missing:
         raise ConfigError(f"{', '.join(missing)}: missing; flags that describe a model have to describe all of it.")
-    return ModelConfig(**{"vocab_size": vocab_size, "mask_padded_vocab": False, **values})
+    return ModelConfig(**{"vocab_size": vocab_size, "mask_padded_vocab": False, **flags.values})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from domino_lm.config.batch_plan import BatchSchedule
+from domino_lm.config.batch_plan import BatchPlan
 from domino_lm.config.settings import ConfigError, OptimizerConfig
 
 
@@ -27,14 +27,14 @@ class LearningRateShape:
     wsd_samples: int | None = None
 
     @classmethod
-    def from_config(cls, optimizer: OptimizerConfig, batches: BatchSchedule) -> LearningRateShape:
+    def from_config(cls, optimizer: OptimizerConfig, batch_plan: BatchPlan) -> LearningRateShape:
         """Iterations count as many full batches; without ``lr_decay_iters`` or ``lr_decay_samples`` the decay lasts as long as the run."""
-        whole = batches.iterations * batches.full if batches.train_samples is None else batches.train_samples
-        decay = _in_samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batches.full) or whole
+        whole = batch_plan.iterations * batch_plan.full if batch_plan.train_samples is None else batch_plan.train_samples
+        decay = _in_samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch_plan.full) or whole
         fraction = optimizer.lr_warmup_fraction
-        given = _in_samples(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batches.full) or 0
+        given = _in_samples(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch_plan.full) or 0
         is_wsd = optimizer.lr_decay_style == "WSD"
-        anneal = _in_samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batches.full)
+        anneal = _in_samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch_plan.full)
         return cls(
             peak=optimizer.lr,
             minimum=optimizer.min_lr,

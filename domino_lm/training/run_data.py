@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from domino_lm.config.batch_plan import BatchSchedule, global_batch_size
+from domino_lm.config.batch_plan import BatchPlan, global_batch_size
 from domino_lm.config.data import DataConfig
 from domino_lm.config.settings import RunConfig
 from domino_lm.data.blended import BlendedDataset
@@ -48,7 +48,7 @@ class RunData:
             reset_attention_mask=run.data.reset_attention_mask,
             eod_mask_loss=run.data.eod_mask_loss,
         )
-        sizes = (BatchSchedule.of(run, mesh.world.size).samples, None if evaluated and run.data.full_validation else evaluated, evaluated)
+        sizes = (BatchPlan.of(run, mesh.world.size).samples, None if evaluated and run.data.full_validation else evaluated, evaluated)
         splits: Splits = build_splits(sources_of(run.data), sizes, config, run.data.data_cache_path)
         if splits.train is None:
             raise DatasetError(f"--split {run.data.split} leaves nothing to train on; its first number must be above 0.")

@@ -14,9 +14,9 @@ import torch
 from domino_lm.checkpoint.same_model import refuse_other_model
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.checkpoint.source import softmax_rows_of
-from domino_lm.config.arguments import flat_values
-from domino_lm.config.batch_plan import BatchSchedule, data_parallel_size
+from domino_lm.config.batch_plan import BatchPlan, data_parallel_size
 from domino_lm.config.precision import NAMES
+from domino_lm.config.schema import flat_values
 from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.data.continued import DataRecord
 from domino_lm.model.parameter import dtype_of
@@ -87,8 +87,8 @@ class Trainer:
         self.run, self.mesh, self.stack, self.data = run, mesh, stack, data
         self.console = console if mesh.world.rank == 0 else lambda line: None
         self.tokenizer_identity = tokenizer_identity
-        self.batches = BatchSchedule.of(run, mesh.world.size)
-        self.batch_size = self.batches.full
+        self.batch_plan = BatchPlan.of(run, mesh.world.size)
+        self.batch_size = self.batch_plan.full
         self.num_micro_batches = self.batch_size // (run.training.micro_batch_size * data_parallel_size(run, mesh.world.size))
         self.loss_scale = LossScale.of(run.precision, mesh.device)
         narrow = dtype_of(run.precision.gradient_dtype) if run.precision.gradient_bytes < 4 else None
@@ -115,7 +115,7 @@ class Trainer:
             per_token_loss=run.training.calculate_per_token_loss,
             loss_scale=None if self.loss_scale is None else self.loss_scale.value,
         )
-        self.schedule = LearningRateSchedule(LearningRateShape.from_config(run.optimizer, self.batches))
+        self.schedule = LearningRateSchedule(LearningRateShape.from_config(run.optimizer, self.batch_plan))
         self.iteration = 0
         self.consumed_samples = 0
         self._update_info: StepInfo | None = None
@@ -132,7 +132,7 @@ class Trainer:
         """
         begin, began_s = self.iteration, time.monotonic()
         watch = Watch(
-            self.run, self.console, self.mesh.world, self.mesh.device, self.batches.iterations, self.iteration, self.consumed_samples
+            self.run, self.console, self.mesh.world, self.mesh.device, self.batch_plan.iterations, self.iteration, self.consumed_samples
         )
         self.console, console = watch.print, self.console
         garbage = GarbageCollection(self.run.training.manual_gc, self.run.training.manual_gc_interval)
@@ -173,7 +173,7 @@ class Trainer:
     def step(self, batches: MicroBatches, asked: Asked | None = None, recorder: AnyRecorder | None = None) -> tuple[StepReport, Asked]:
         """One optimizer step over a global batch; gives too what any rank has ``asked``. ``recorder`` collects its timeline."""
         begin, waited = time.perf_counter(), batches.blocked_s
-        size = self.batches.at(self.consumed_samples)
+        size = self.batch_plan.at(self.consumed_samples)
         micro_batches = batches.take(size // (self.run.training.micro_batch_size * data_parallel_size(self.run, self.mesh.world.size)))
         waited = batches.blocked_s - waited
         self._learning_rate.fill_(self.schedule.value())
@@ -323,7 +323,7 @@ class Trainer:
         """Read on where the checkpoint stood, in each source apart if its mixture is another."""
         if position is None:  # of Megatron's, or read in passes of its own
             return
-        end = self.batches.end(self.iteration, self.consumed_samples)[1]
+        end = self.batch_plan.end(self.iteration, self.consumed_samples)[1]
         self.data, said = self.data.resume_from(position, self.consumed_samples, end, self.run.data)
         if said is not None:
             self.console(said)
@@ -334,7 +334,7 @@ class Trainer:
             self.console("warning: the checkpoint was trained with another tokenizer; its token ids mean other text")
 
     def _at_end(self) -> bool:
-        return self.batches.ended(self.iteration, self.consumed_samples)
+        return self.batch_plan.ended(self.iteration, self.consumed_samples)
 
     def _out_of_time(self, began_s: float) -> bool:
         """Whether the minutes of ``--exit-duration-in-mins`` are over on rank 0."""

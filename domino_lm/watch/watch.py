@@ -10,7 +10,7 @@ from datetime import datetime
 
 import torch
 
-from domino_lm.config.arguments import flat_values
+from domino_lm.config.schema import flat_values
 from domino_lm.config.settings import RunConfig
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.simulate.predict import MFU_FORMULA, flops_per_token

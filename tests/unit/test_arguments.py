@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.config.arguments import build_parser, config_from_values, flat_values, parse_arguments
+from domino_lm.config.arguments import build_parser, config_from_values, parse_arguments
 from domino_lm.config.presets import PRESETS
-from domino_lm.config.schema import NO_DEFAULT, field_docstrings, settings
+from domino_lm.config.schema import NO_DEFAULT, field_docstrings, flat_values, settings
 from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig
 from domino_lm.launch.checks import run_faults
 

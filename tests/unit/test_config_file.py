@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from domino_lm.config.arguments import parse_arguments
-from domino_lm.config.schema import settings
 from domino_lm.config.settings import ConfigError
 from domino_lm.config.toml_file import config_text, save_config
 
@@ -22,7 +21,7 @@ def write(folder: Path, text: str) -> str:
 @pytest.mark.parametrize("preset", ["gpt3-13b", "llama3-70b"])
 def test_a_resolved_configuration_gives_the_same_run_again(preset: str, tmp_path: Path) -> None:
     run = parse_arguments(f"--preset {preset} {REQUIRED} --data-path 0.3 a 0.7 b --rampup-batch-size 2 2 10 --save 'x'".split())
-    assert parse_arguments(write(tmp_path, config_text(run, settings())).split()) == run
+    assert parse_arguments(write(tmp_path, config_text(run)).split()) == run
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ def test_a_missing_file_is_named() -> None:
 
 def test_a_saved_configuration_appears_in_its_folder_alone(tmp_path: Path) -> None:
     run = parse_arguments(f"--preset debug-gpt {REQUIRED}".split())
-    path = save_config(run, str(tmp_path / "new"), settings())
+    path = save_config(run, str(tmp_path / "new"))
     assert [found.name for found in path.parent.iterdir()] == ["config.toml"]
     assert parse_arguments(["--config", str(path)]) == run
 
@@ -73,4 +72,4 @@ def test_a_saved_configuration_appears_in_its_folder_alone(tmp_path: Path) -> No
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--save .*file cannot be written"):
-        save_config(parse_arguments(f"--preset debug-gpt {REQUIRED}".split()), str(tmp_path / "file"), settings())
+        save_config(parse_arguments(f"--preset debug-gpt {REQUIRED}".split()), str(tmp_path / "file"))

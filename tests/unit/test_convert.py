@@ -74,7 +74,7 @@ def test_the_tool_converts_and_says_what_it_wrote(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--to", "native", "--frobnicate"], 2, "--frobnicate: not flags of this tool"),
+        (["--to", "native", "--frobnicate"], 2, "--frobnicate is not a flag of this program"),
         (["--to", "native", "--lr", "1"], 2, "--lr: not flags of this tool, nor of a model"),
         (["--to", "native", "--num-layers", "2"], 2, "--hidden-size, --num-attention-heads, --seq-length: missing"),
         (

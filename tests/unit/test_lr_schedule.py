@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.config.batch_plan import BatchSchedule
+from domino_lm.config.batch_plan import BatchPlan
 from domino_lm.config.settings import ConfigError, OptimizerConfig
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
 
@@ -17,7 +17,7 @@ BATCH = 8
 
 
 def schedule(optimizer: OptimizerConfig = MEGATRON, train_iters: int = 20) -> LearningRateSchedule:
-    return LearningRateSchedule(LearningRateShape.from_config(optimizer, BatchSchedule(full=BATCH, start=BATCH, train_iters=train_iters)))
+    return LearningRateSchedule(LearningRateShape.from_config(optimizer, BatchPlan(full=BATCH, start=BATCH, train_iters=train_iters)))
 
 
 def rates(run: LearningRateSchedule, steps: int) -> list[float]:
@@ -99,12 +99,12 @@ def test_the_checkpoints_rate_is_taken_whole_when_it_is_asked_for() -> None:
 
 def test_lengths_in_samples_mean_the_same_as_in_iterations() -> None:
     by_samples = OptimizerConfig(lr=4e-3, min_lr=4e-4, lr_decay_style="cosine", lr_warmup_samples=5 * BATCH, lr_decay_samples=20 * BATCH)
-    shape = LearningRateShape.from_config(by_samples, BatchSchedule(full=BATCH, start=BATCH, train_samples=20 * BATCH))
+    shape = LearningRateShape.from_config(by_samples, BatchPlan(full=BATCH, start=BATCH, train_samples=20 * BATCH))
     assert shape == schedule().shape
 
 
 def test_the_decay_lasts_for_the_samples_of_the_run_by_default() -> None:
-    shape = LearningRateShape.from_config(OptimizerConfig(lr=1.0), BatchSchedule(full=BATCH, start=BATCH, train_samples=100))
+    shape = LearningRateShape.from_config(OptimizerConfig(lr=1.0), BatchPlan(full=BATCH, start=BATCH, train_samples=100))
     assert shape.decay_samples == 100
 
 
