@@ -192,7 +192,7 @@ def _moment_faults(name: str, kind: str, beta_name: str, beta: float) -> Iterato
         yield f"{_flag(name)} {kind} holds nothing below {least}, where moments of clipped gradients lie; use bf16 or fp32."
     elif kind == "bf16" and 1 - beta < MOMENT_STEP:
         yield (
-            f"{_flag(name)} bf16 keeps 8 bits, but {_flag(beta_name)} {beta:g} moves a moment by {1 - beta:.2g} of it a step, "
+            f"{_flag(name)} bf16 keeps 8 bits, but {_flag(beta_name)} {beta:g} moves a moment by {1 - beta:.2g} of it per step, "
             f"which rounding swallows; use fp32, or a {_flag(beta_name)} of at most {1 - MOMENT_STEP:g}."
         )
 

@@ -95,7 +95,7 @@ class RunSummary:
             f"; the batch grows from {batches.start} by {batches.increment} over {batches.ramp_samples:,} samples" if batches.ramps else ""
         )
         return (
-            f"{batches.full} sequences x {length} = {batches.full * length:,} tokens, in {count} micro-batch(es) of {micro} a replica{ramp}"
+            f"{batches.full} sequences x {length} = {batches.full * length:,} tokens, in {count} micro-batch(es) of {micro} per replica{ramp}"
         )
 
     def length(self) -> str:
@@ -111,7 +111,7 @@ class RunSummary:
         """Estimate of one rank, by kind."""
         found = memory_estimate(self.run, self.world_size, self.device)
         kinds = ", ".join(f"{kind} {_size(getattr(found, kind))}" for kind in ("weights", "gradients", "optimizer", "activations"))
-        return f"{_size(found.total)} a rank by estimate: {kinds}; the allocator and the libraries take more on top"
+        return f"{_size(found.total)} per rank by estimate: {kinds}; the allocator and the libraries take more on top"
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -211,4 +211,4 @@ def flops_per_token(model: ModelConfig) -> float:
     return 6.0 * weights + 12.0 * model.num_layers * model.seq_length * width
 
 
-MFU_FORMULA = "6 x GEMM weights (output layer included) + 12 x layers x sequence x heads x head width a token, over the dense peak"
+MFU_FORMULA = "6 x GEMM weights (output layer included) + 12 x layers x sequence x heads x head width per token, over the dense peak"

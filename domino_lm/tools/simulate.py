@@ -126,7 +126,7 @@ def describe(asked: Asked) -> str:
     setting, model = asked.setting, asked.setting.model
     return (
         f"{model.num_layers} layers, hidden {model.hidden_size}, sequence {model.seq_length} on {setting.devices} x {asked.hardware.name}: "
-        f"TP {setting.tensor_parallel} x DP {setting.data_parallel}, micro-batch {setting.micro_batch_size}, {setting.micro_batches} a step"
+        f"TP {setting.tensor_parallel} x DP {setting.data_parallel}, micro-batch {setting.micro_batch_size}, {setting.micro_batches} per step"
     )
 
 
@@ -148,7 +148,7 @@ def print_one(asked: Asked, step: Prediction, best: Prediction) -> None:
     )
     kinds = ", ".join(f"{kind} {value / 2**30:.2f}" for kind, value in asdict(memory).items())
     fits = "fits" if memory.total <= device.memory_bytes else "DOES NOT FIT"
-    print(f"memory a device    {memory.total / 2**30:10.2f} GiB  ({kinds}); {fits} into {device.memory_bytes / 2**30:.0f} GiB")
+    print(f"memory per device  {memory.total / 2**30:10.2f} GiB  ({kinds}); {fits} into {device.memory_bytes / 2**30:.0f} GiB")
 
 
 def compare(asked: Asked) -> dict[str, tuple[Prediction, Prediction]]:

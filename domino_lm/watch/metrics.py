@@ -155,7 +155,7 @@ class LogInterval:
             [
                 f"   tokens/s: {self._scale.tokens_per_s(self.sequences, self.seconds):,.0f}",
                 f"exposed communication: {exposed}",
-                f"waiting for data: {self.data_s * 1000 / self.steps:.1f} ms a step",
+                f"waiting for data: {self.data_s * 1000 / self.steps:.1f} ms per step",
                 f"memory: {memory_bytes / GIB:.2f} GiB",
                 "MFU: " + ("n/a" if mfu is None else f"{mfu:.1%}"),
             ]
