@@ -94,9 +94,7 @@ class RunSummary:
         ramp = (
             f"; the batch grows from {batches.start} by {batches.increment} over {batches.ramp_samples:,} samples" if batches.ramps else ""
         )
-        return (
-            f"{batches.full} sequences x {length} = {batches.full * length:,} tokens, in {count} micro-batch(es) of {micro} per replica{ramp}"
-        )
+        return f"{batches.full} sequences x {length} = {batches.full * length:,} tokens, in {count} micro-batch(es) of {micro} per replica{ramp}"
 
     def length(self) -> str:
         """Steps, samples and tokens of the whole run."""

@@ -158,7 +158,7 @@ def test_the_speed_line_says_tokens_waits_memory_and_mfu() -> None:
     interval.add(replace(REPORT, seconds=0.1))
     interval.add(replace(REPORT, seconds=0.1, data_seconds=0.002, exposed_s=0.025))
     assert interval.speed_line(2**29) == (
-        "   tokens/s: 2,400 | exposed communication: 25.0% of a step | waiting for data: 1.0 ms a step | memory: 0.50 GiB | MFU: 12.0%"
+        "   tokens/s: 2,400 | exposed communication: 25.0% of a step | waiting for data: 1.0 ms per step | memory: 0.50 GiB | MFU: 12.0%"
     )
 
 
