@@ -268,7 +268,7 @@ def changed_settings(run: RunConfig) -> str:
 
 def _eager(device: str, element_bytes: int = 4) -> Hardware:
     """A machine that computes with PyTorch's own kernels, which is all that shapes and memory ask of it."""
-    return replace(HARDWARE["dgx-h100"], name=device, element_bytes=element_bytes, fused=False)
+    return replace(HARDWARE["dgx-h100"], name=device, element_bytes=element_bytes, fused=False, cpu=device == "cpu")
 
 
 def _size(size_bytes: float) -> str:

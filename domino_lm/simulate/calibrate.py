@@ -54,7 +54,7 @@ def calibrate(tp: Communicator, device: torch.device, name: str) -> Hardware:
         device_found = _measure_device()
         fabric = _measure_fabric(tp)
     notes = {"torch": torch.__version__, "threads": str(torch.get_num_threads()), "made by": "domino_lm.simulate.calibrate"}
-    found = Hardware(name=name, device=device_found, fabric=fabric, element_bytes=4, fused=False, notes=notes)
+    found = Hardware(name=name, device=device_found, fabric=fabric, element_bytes=4, fused=False, cpu=True, notes=notes)
     return tp.broadcast_object(found)
 
 

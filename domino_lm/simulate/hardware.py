@@ -1,14 +1,12 @@
-"""How long a device takes for each kind of work, and the machines known by name.
-
-Sources stand beside the numbers. Those marked "assumed" are known to an order of magnitude; check results that depend
-on them with other values, by ``dataclasses.replace``.
-"""
+"""How long a device takes for each kind of work, and the machines known by name; `machines.toml` holds their numbers and sources."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.resources import files
 from math import ceil, log
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +14,6 @@ from typing import Any, NamedTuple
 from domino_lm.config.settings import ConfigError
 from domino_lm.simulate.links import Fabric, Link, MeasuredFabric
 
-GIB = 2**30
 # Output tiles of GEMM kernels, and how fast each runs against the largest: smaller ones load operands more often.
 # The ratios are assumed; they follow the operand traffic of a tile, (m + n) / (m n), if it exceeds what shared memory delivers.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.75), (64, 64, 0.55))
@@ -161,6 +158,9 @@ class Hardware:
     fused: bool = True
     """Bias, dropout and residual add are one kernel each way (Megatron's kernels, torch.compile); False: eager PyTorch."""
 
+    cpu: bool = False
+    """Kernels are those of PyTorch on CPUs."""
+
     notes: Mapping[str, str] = field(default_factory=dict)
     """Where the numbers come from, for what was measured."""
 
@@ -172,7 +172,7 @@ class Hardware:
     @property
     def composes_kernels(self) -> bool:
         """Whether RMSNorm and grouped heads are put together from smaller kernels, which keep their results: PyTorch on CPUs does."""
-        return not self.fused and (self.host_blocks or self.name == "cpu")
+        return not self.fused and (self.host_blocks or self.cpu)
 
     @property
     def op_s(self) -> float:
@@ -236,107 +236,24 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-def _gpu(**values: float) -> Device:
-    """A GPU; what the vendors do not state is equal for all, and assumed."""
-    common: dict[str, Any] = {
-        "memory_efficiency": 0.85,  # assumed; STREAM-like kernels reach 0.8 to 0.92 of HBM's rate
-        "kernel_s": 2.5e-6,  # assumed: empty kernels back to back start every 2 to 3 microseconds
-        "launch_s": 5e-6,  # assumed: an eager PyTorch operator takes 4 to 8 microseconds of a server core
-        # FlashAttention-2 in Triton on H100, d = 128, forward: 329 TFLOPS at 512 keys, 477 at 16,384 (pytorch/benchmark pull request 2391);
-        # a kernel of the same design is assumed elsewhere.
-        "attention_efficiency": 0.48,
-        "attention_half_length": 230.0,
-    }
-    return Device(**{**common, **values})
+def _machine(name: str, gpu: str, collective_units: int, **numbers: Any) -> Hardware:
+    """A machine from its table; ``collective_units`` are those that a collective takes from compute."""
+    defaults = _TABLES["fabric"]
+    fabric: dict[str, Any] = {kind: Link(**defaults[kind] | numbers.pop(kind)) for kind in ("local", "network")}
+    fabric |= {key: numbers.pop(key) for key in ("node_size", "switch_bytes_per_s") if key in numbers}
+    share = collective_units / numbers["units"]
+    return Hardware(
+        name=name,
+        device=Device(**_TABLES["gpu"], **numbers, peak_flops=_TABLES["peaks"][gpu]["peak_flops"]),
+        fabric=Fabric(**fabric, overhead_s=defaults["overhead_s"], compute_share=share),
+    )
 
 
-def _nvlink(bytes_per_s: float, efficiency: float) -> Link:
-    """A microsecond per hop is assumed; NCCL's own tuning table holds 0.6 (LL) to 4 (Simple) microseconds for NVLink."""
-    return Link(bytes_per_s=bytes_per_s, efficiency=efficiency, latency_s=1e-6)
+def peak_flops_of(gpu: str, element_bytes: int) -> float | None:
+    """Dense FLOP/s of a GPU by the name that its driver gives, in fp32 or in 16 bits; None if it is not known."""
+    known = max((name for name in _TABLES["peaks"] if name in gpu), key=len, default=None)  # GB200 holds B200
+    return None if known is None else _TABLES["peaks"][known]["peak_flops" if element_bytes < 4 else "fp32_flops"]
 
 
-def _infiniband(bytes_per_s: float) -> Link:
-    """NVIDIA expects 46 to 48 of 50 GB/s per NDR port (nccl-tests issue 290); 5 microseconds per hop are assumed."""
-    return Link(bytes_per_s=bytes_per_s, efficiency=0.94, latency_s=5e-6)
-
-
-COLLECTIVE_OVERHEAD_S = 8e-6
-"""Assumed: start of the kernel and meeting of the ranks; small all-reduces on one DGX take 10 to 20 microseconds."""
-
-H100_COMPUTE_SHARE = 20 / 132
-"""DeepSeek-V3 (arXiv 2412.19437) sets 20 of 132 units aside to saturate NVLink and InfiniBand; NCCL's defaults are of that size."""
-
-_H100 = _gpu(
-    peak_flops=989e12,  # NVIDIA H100 SXM datasheet, bf16 dense
-    gemm_efficiency=0.73,  # 720 TFLOPS measured (SemiAnalysis, "MI300X vs H100 vs H200", December 2024)
-    units=132,
-    memory_bytes_per_s=3.35e12,
-    memory_bytes=80 * GIB,
-)
-_DGX_H100 = Fabric(
-    node_size=8,
-    local=_nvlink(450e9, 0.82),  # 900 GB/s both ways (datasheet); NCCL's ring reaches about 370 GB/s of bus bandwidth
-    network=_infiniband(50e9),  # eight 400 Gbit/s ports per node (DGX H100 datasheet)
-    overhead_s=COLLECTIVE_OVERHEAD_S,
-    switch_bytes_per_s=476e9,  # NVLink SHARP, "in the expected range" (nccl-tests issue 290)
-    compute_share=H100_COMPUTE_SHARE,
-)
-
-HARDWARE: dict[str, Hardware] = {
-    "dgx-a100": Hardware(
-        name="dgx-a100",
-        # NVIDIA A100 80GB SXM datasheet; 0.85: FlashAttention-2's and Megatron's papers count on 260 to 270 of 312 TFLOPS for large GEMMs
-        device=_gpu(peak_flops=312e12, gemm_efficiency=0.85, units=108, memory_bytes_per_s=2.04e12, memory_bytes=80 * GIB),
-        fabric=Fabric(
-            node_size=8,
-            local=_nvlink(300e9, 0.78),  # 600 GB/s both ways (datasheet); NCCL's ring reaches about 235 GB/s
-            network=_infiniband(25e9),  # eight 200 Gbit/s ports (DGX A100 datasheet)
-            overhead_s=COLLECTIVE_OVERHEAD_S,
-            compute_share=16 / 108,  # assumed
-        ),
-    ),
-    "dgx-h100": Hardware(name="dgx-h100", device=_H100, fabric=_DGX_H100),
-    "dgx-h200": Hardware(
-        name="dgx-h200",
-        device=replace(_H100, memory_bytes_per_s=4.8e12, memory_bytes=141e9),  # NVIDIA H200 datasheet; compute as H100
-        fabric=_DGX_H100,
-    ),
-    "dgx-b200": Hardware(
-        name="dgx-b200",
-        # DGX B200 datasheet (72 PFLOPS of sparse FP8 and 64 TB/s for eight); efficiency assumed as H100's
-        device=_gpu(peak_flops=2250e12, gemm_efficiency=0.73, units=148, memory_bytes_per_s=8e12, memory_bytes=180e9),
-        fabric=Fabric(
-            node_size=8,
-            local=_nvlink(900e9, 0.82),  # 1.8 TB/s both ways (datasheet); efficiency assumed as H100's
-            network=_infiniband(50e9),
-            overhead_s=COLLECTIVE_OVERHEAD_S,
-            switch_bytes_per_s=2 * 476e9,  # assumed: H100's, scaled with the link
-            compute_share=20 / 148,  # assumed
-        ),
-    ),
-    "gb200-nvl72": Hardware(
-        name="gb200-nvl72",
-        # GB200 NVL72 datasheet (360 PFLOPS of sparse bf16, 576 TB/s for 72); efficiency assumed as H100's
-        device=_gpu(peak_flops=2500e12, gemm_efficiency=0.73, units=148, memory_bytes_per_s=8e12, memory_bytes=186e9),
-        fabric=Fabric(
-            node_size=72,
-            local=_nvlink(900e9, 0.82),
-            network=_infiniband(50e9),
-            overhead_s=COLLECTIVE_OVERHEAD_S,
-            switch_bytes_per_s=2 * 476e9,  # assumed: H100's, scaled with the link
-            compute_share=20 / 148,  # assumed
-        ),
-    ),
-    "mi300x": Hardware(
-        name="mi300x",
-        # AMD MI300X datasheet; 620 TFLOPS measured (SemiAnalysis, as above)
-        device=_gpu(peak_flops=1307e12, gemm_efficiency=0.47, units=304, memory_bytes_per_s=5.3e12, memory_bytes=192e9),
-        fabric=Fabric(
-            node_size=8,
-            local=_nvlink(448e9, 0.70),  # seven Infinity Fabric links of 64 GB/s one way (datasheet); efficiency assumed
-            network=_infiniband(50e9),
-            overhead_s=COLLECTIVE_OVERHEAD_S,
-            compute_share=32 / 304,  # assumed
-        ),
-    ),
-}
+_TABLES: dict[str, Any] = tomllib.loads(files("domino_lm.simulate").joinpath("machines.toml").read_text(encoding="utf-8"))
+HARDWARE: dict[str, Hardware] = {name: _machine(name, **numbers) for name, numbers in _TABLES["machines"].items()}

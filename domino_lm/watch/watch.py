@@ -13,6 +13,7 @@ import torch
 from domino_lm.config.schema import flat_values
 from domino_lm.config.settings import RunConfig
 from domino_lm.parallel.collectives import Communicator
+from domino_lm.simulate.hardware import peak_flops_of
 from domino_lm.simulate.predict import MFU_FORMULA, flops_per_token
 from domino_lm.watch.metrics import LogInterval, RunRate, SpeedScale, StepReport
 from domino_lm.watch.metrics_file import MetricsFile
@@ -21,17 +22,6 @@ from domino_lm.watch.tensorboard import TensorBoardLog
 from domino_lm.watch.wandb_log import WandbLog
 
 Console = Callable[[str], None]
-PEAKS = {
-    "H100": (66.9e12, 989.4e12),
-    "H200": (66.9e12, 989.4e12),
-    "H800": (66.9e12, 989.4e12),
-    "B200": (75e12, 2250e12),
-    "A100": (19.5e12, 312e12),
-    "A800": (19.5e12, 312e12),
-    "L40S": (91.6e12, 362.05e12),
-}
-"""Dense FLOP/s in fp32 outside the tensor cores, and in bf16 or fp16, by what stands in a GPU's name (the makers' datasheets); TF32 is off
-unless torch is told otherwise."""
 
 
 class Watch:
@@ -165,9 +155,7 @@ def peak_flops(run: RunConfig, device: torch.device) -> float | None:
         return run.logging.peak_tflops * 1e12
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    narrow = run.precision.element_bytes < 4
-    return next((peaks[narrow] for known, peaks in PEAKS.items() if known in name), None)
+    return peak_flops_of(torch.cuda.get_device_name(device), run.precision.element_bytes)
 
 
 def mfu_basis(run: RunConfig, device: torch.device) -> str:

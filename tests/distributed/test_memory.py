@@ -99,7 +99,7 @@ COMPARED += [("gpt with dropout", name) for name in ("baseline", "four sequence 
 
 def estimated(model: ModelConfig, schedule: ScheduleConfig, micro_batches: int, tensor_parallel: int, element_bytes: int = 4) -> Memory:
     """What a start-up summary says of one rank on CPUs."""
-    hardware = replace(HARDWARE["dgx-h100"], name="cpu", element_bytes=element_bytes, fused=False)
+    hardware = replace(HARDWARE["dgx-h100"], cpu=True, element_bytes=element_bytes, fused=False)
     setting = Setting(model=model, hardware=hardware, tensor_parallel=tensor_parallel, micro_batch_size=SAMPLES)
     plan, shapes = planned(setting, schedule)
     return memory_of(chain.from_iterable(step_templates(plan, micro_batches)), shapes)

@@ -11,6 +11,7 @@ import torch
 
 from domino_lm.config.arguments import parse_arguments
 from domino_lm.parallel.collectives import Communicator
+from domino_lm.simulate.hardware import HARDWARE
 from domino_lm.watch.progress import ProgressBar
 from domino_lm.watch.watch import Watch, mfu_basis, peak_flops
 from tests.unit.test_metrics import REPORT
@@ -51,6 +52,23 @@ def test_other_ranks_are_silent_and_write_nothing(tmp_path: Path, capsys: pytest
     watched(f"--metrics-file {tmp_path}/m.jsonl --tensorboard-dir {tmp_path}/tb", rank=1)
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "machine"),
+    [
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
+        ("NVIDIA B200", "dgx-b200"),
+        ("NVIDIA GB200", "gb200-nvl72"),
+    ],
+)
+def test_mfu_of_a_run_and_of_its_prediction_divide_by_the_same_peak(driver: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: driver)
+    narrow, wide = (parse_arguments(f"{FLAGS} {flags}".split()) for flags in ("--bf16", ""))
+    found = peak_flops(narrow, torch.device("cuda"))
+    assert found == HARDWARE[machine].device.peak_flops
+    assert found > 5 * (peak_flops(wide, torch.device("cuda")) or found)
 
 
 def test_mfu_names_its_peak_and_formula_or_why_it_is_not_there() -> None:
