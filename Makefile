@@ -9,7 +9,7 @@ PINNED_TORCH := torch==2.13.0
 TORCH ?= $(or $(shell cat $(STAMP) 2>/dev/null),$(PINNED_TORCH))
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 FUZZ_EXAMPLES ?= 20000
-# Not empty where somebody else chose the torch: then versions that the environment holds stay.
+# Not empty if somebody else chose the torch: then versions that the environment holds stay.
 OWN := $(filter-out file,$(origin VENV))$(filter-out $(PINNED_TORCH),$(TORCH))
 
 BIN := $(VENV)/bin

@@ -4,7 +4,7 @@
 #   NNODES       nodes (1); with more than one, NODE_RANK and MASTER_ADDR must be set on each, MASTER_PORT may be (29500)
 #   PYTHON       interpreter of the environment (python)
 #   EXTRA_ARGS   further flags; they win over those of the script
-#   PREFLIGHT    folders that all nodes must share; the nodes are looked at first, and nothing starts where they are unfit (not looked at);
+#   PREFLIGHT    folders that all nodes must share; the nodes are checked first, and nothing starts if one is unfit (not checked);
 #                each needs PREFLIGHT_FREE_GIB (10) of free disk
 #   MAX_RESTARTS how often torchrun starts all ranks again after one has failed; they go on from the last checkpoint (0)
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LLaMA 3 8B: four million tokens a step; rows are cut along the sequence, since a micro-batch holds one.
+# LLaMA 3 8B: four million tokens per step; rows are cut along the sequence, since a micro-batch holds one.
 set -euo pipefail
 folder=$(cd "$(dirname "$0")" && pwd)
 : "${DATA_PATH:?is the prefix of a .bin/.idx pair, or a blend: weight prefix weight prefix}"
