@@ -71,8 +71,14 @@ def test_the_model_is_written_in_under_80_lines() -> None:
     assert len([line for line in code_of_page().splitlines() if line.strip()]) < 80
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("name", CUTS)
+IN_TURN = [(name, bool(i % 2)) for i, name in enumerate(CUTS)]
+"""Every cut, half of them under sequence parallelism; the other halves run under the marker."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [*IN_TURN, *(pytest.param(name, not other, marks=pytest.mark.exhaustive) for name, other in IN_TURN)],
+)
 def test_its_gradients_do_not_depend_on_the_schedule(ranks: Ranks, name: str, sequence_parallel: bool) -> None:
     kept = RECOMPUTE["full" if sequence_parallel else "selective"]
     schedule = replace(CUTS[name], sequence_parallel=sequence_parallel, **kept)

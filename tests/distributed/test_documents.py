@@ -37,7 +37,7 @@ def desk(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_for_ones_own_text_lead_from_text_to_curves(desk: Path) -> None:
     preprocess, train, verify, curves, timeline = commands_for("test_the_commands_for_ones_own_text_lead_from_text_to_curves")
     run(desk, preprocess)

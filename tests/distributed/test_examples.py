@@ -69,7 +69,7 @@ def assert_trained(out: str, folder: Path) -> None:
     assert "warning" not in out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("script", [path for path in SCRIPTS if path.name == "debug.sh"], ids=lambda path: path.parent.name)
 def test_a_debug_script_runs_on_two_processes(script: Path, tokens: Path, tmp_path: Path) -> None:
     assert_trained(run(script, environment(tokens, tmp_path, EXTRA_ARGS=small(script))), tmp_path)
@@ -118,7 +118,7 @@ FAKE_SLURM = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slurm_job_runs_one_launcher_a_node(tokens: Path, tmp_path: Path) -> None:
     for name, text in FAKE_SLURM.items():
         (tmp_path / name).write_text(text)

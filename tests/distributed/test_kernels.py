@@ -49,6 +49,7 @@ def test_compiled_kernels_give_the_same_gradients(ranks: Ranks, model: ModelConf
     assert max(ranks(2).run(compiled_difference, model, schedule, "aot_eager", torch.float64)) < 1e-12
 
 
+@pytest.mark.long
 def test_the_default_compiler_gives_the_same_gradients(ranks: Ranks) -> None:
     assert max(ranks(1).run(compiled_difference, replace(LLAMA, num_layers=1), BASELINE, "inductor", torch.float32)) < 1e-5
 

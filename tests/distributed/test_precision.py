@@ -88,13 +88,23 @@ def distances(mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig, 
     return abs(loss / exact_loss - 1), furthest(found, exact), furthest(found, baseline)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize(("kind", "tp"), [("bf16", 1), ("bf16", 2), ("fp16", 2)])
-def test_narrow_gradients_are_near_float64_under_every_schedule(
-    ranks: Ranks, model: ModelConfig, schedule: ScheduleConfig, kind: str, tp: int
-) -> None:
-    for loss, exact, baseline in ranks(tp).run(distances, model, schedule, kind, tp=tp):
+@pytest.mark.parametrize(
+    ("kind", "tp"),
+    [("bf16", 2), pytest.param("bf16", 1, marks=pytest.mark.exhaustive), pytest.param("fp16", 2, marks=pytest.mark.exhaustive)],
+)
+def test_narrow_gradients_are_near_float64_under_every_schedule(ranks: Ranks, model: ModelConfig, name: str, kind: str, tp: int) -> None:
+    for loss, exact, baseline in ranks(tp).run(distances, model, SCHEDULES[name], kind, tp=tp):
+        assert loss < OFF_BY[kind] / 25
+        assert max(exact, baseline) < OFF_BY[kind]
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize(("kind", "tp"), [("bf16", 1), ("fp16", 2)])
+def test_narrow_gradients_are_near_float64_in_every_format(ranks: Ranks, model: ModelConfig, kind: str, tp: int) -> None:
+    """Float64 parity holds for every order; what a format adds shows in one."""
+    for loss, exact, baseline in ranks(tp).run(distances, model, SCHEDULES["rows2_columns2"], kind, tp=tp):
         assert loss < OFF_BY[kind] / 25
         assert max(exact, baseline) < OFF_BY[kind]
 
@@ -112,9 +122,9 @@ def losses_of(mesh: ParallelMesh, tokens: Path, flags: str, count: int) -> list[
     ("flags", "model", "tp"),
     [
         ("--bf16", GPT_FLAGS, 1),
-        ("--bf16", GPT_FLAGS, 2),
-        ("--bf16", LLAMA_FLAGS, 2),
-        ("--fp16 --initial-loss-scale 1024", GPT_FLAGS, 2),
+        pytest.param("--bf16", GPT_FLAGS, 2, marks=pytest.mark.exhaustive),
+        pytest.param("--bf16", LLAMA_FLAGS, 2, marks=pytest.mark.exhaustive),
+        pytest.param("--fp16 --initial-loss-scale 1024", GPT_FLAGS, 2, marks=pytest.mark.exhaustive),
         ("--fp16 --initial-loss-scale 1024", LLAMA_FLAGS, 1),
         ("--bf16 --grad-reduce-in-bf16 --exp-avg-dtype bf16", LLAMA_FLAGS, 2),
     ],
@@ -239,7 +249,7 @@ def states_after(mesh: ParallelMesh, tokens: Path, *runs: str) -> list[Tensor]:
     ("world", "tp", "flags"),
     [
         (1, 1, "--bf16"),
-        (2, 2, "--bf16"),
+        pytest.param(2, 2, "--bf16", marks=pytest.mark.exhaustive),
         (4, 2, "--fp16 --hysteresis 2 --initial-loss-scale 1e9 --loss-scale-window 2"),
         (2, 1, "--bf16 --grad-reduce-in-bf16 --exp-avg-dtype bf16"),
     ],

@@ -68,6 +68,9 @@ COMBINATIONS = {
 }
 # of the six combinations of each cut, every run takes two, in turn; all of them run under the marker
 COVERING = [name for i, name in enumerate(COMBINATIONS) if (i + i // 6) % 3 == 0]
+# Without tensor parallelism no collective hides: there a few schedules stand for all, and all of them run under the marker
+EACH_LAYOUT = [(layout, name) for layout in LAYOUTS for name in (*ROWS, *VARIANTS)]
+FEW = {"tp1_dp1": ("rows3", "recompute_first_layer"), "tp1_dp2": ("rows2", "small_buckets", "late_reduction")}
 FOUR_RANKS = {name: replace(MODELS[name], num_attention_heads=8, num_query_groups=4) for name in MODELS}
 
 
@@ -84,14 +87,14 @@ def differences(mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleConfig
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("schedule", [*ROWS.values(), *VARIANTS.values()], ids=[*ROWS, *VARIANTS])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [pytest.param(*case, marks=pytest.mark.exhaustive if case[1] not in FEW.get(case[0], case) else ()) for case in EACH_LAYOUT],
+)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-def test_gradients_do_not_depend_on_schedule_or_layout(
-    ranks: Ranks, model: ModelConfig, schedule: ScheduleConfig, layout: tuple[int, int]
-) -> None:
-    tp, dp = layout
-    for found in ranks(tp * dp).run(differences, model, schedule, False, tp=tp):
+def test_gradients_do_not_depend_on_schedule_or_layout(ranks: Ranks, model: ModelConfig, layout: str, name: str) -> None:
+    tp, dp = LAYOUTS[layout]
+    for found in ranks(tp * dp).run(differences, model, (ROWS | VARIANTS)[name], False, tp=tp):
         assert max(found) < 1e-12, found
 
 
@@ -149,10 +152,9 @@ def test_backward_drops_what_forward_dropped(ranks: Ranks, model: ModelConfig, s
 def test_dropout_masks_depend_on_neither_schedule_nor_layout(ranks: Ranks, model: ModelConfig) -> None:
     dropped = replace(model, hidden_dropout=0.2, attention_dropout=0.1)
     expected = ranks(1).run(plan_gradients, dropped, CUTS["baseline"], False, 7, tp=1)[0][1]
-    for tp, dp in LAYOUTS.values():
-        for name, schedule in ROWS.items():
-            found = ranks(tp * dp).run(plan_gradients, dropped, schedule, False, 7, tp=tp)[0][1]
-            assert worst_difference(found, expected) < 1e-12, (tp, dp, name)
+    for (tp, dp), rows in zip(LAYOUTS.values(), ("rows3", "rows2", "rows4", "rows3"), strict=True):
+        found = ranks(tp * dp).run(plan_gradients, dropped, ROWS[rows], False, 7, tp=tp)[0][1]
+        assert worst_difference(found, expected) < 1e-12, (tp, dp, rows)
     for name in ("columns2-sp-keep", "rows2_columns2-tp-full", "sequence4-tp-keep", "sequence2-sp-full", "paired-sp-selective"):
         found = ranks(2).run(plan_gradients, dropped, COMBINATIONS[name], False, 7)[0][1]
         assert worst_difference(found, expected) < 1e-12, name

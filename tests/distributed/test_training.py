@@ -244,7 +244,7 @@ def test_torchrun_prints_a_wrong_setting_once_and_fails(running: Any, tokens: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["one rank", "torchrun"])
+@pytest.mark.parametrize("target", ["one rank", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_sigterm_saves_once_and_ends_all_ranks(running: Any, tokens: Path, tmp_path: Path, target: str) -> None:
     process = running(tokens, f"--tensor-model-parallel-size 2 --train-iters 100000 --eval-interval 0 --save {tmp_path}", 2)
     lines = []
