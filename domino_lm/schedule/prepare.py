@@ -28,7 +28,7 @@ def prepare_plan(
     """The plan of one micro-batch and the step's end, with gradient memory allocated in the order that it completes.
 
     Gradients are in ``gradient_dtype``, by default in fp32, or float64 for float64 models. Under the distributed optimizer
-    parameters move into flat buffers here: views of their memory are to be taken afterwards.
+    parameters move into flat buffers here: take views of their memory afterwards.
     Raises ConfigError, on every rank, if the micro-batch cannot be cut so, or if ranks would run different plans.
     """
     cut = resolve_cut(schedule, Uncut(micro_batch_size, seq_length, stack.embedding.weight.shape[1], mesh.tp.size))

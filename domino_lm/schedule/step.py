@@ -14,7 +14,7 @@ from domino_lm.schedule.plan import Plan, build_plan, wgrad_each_row
 
 
 class Gradient(NamedTuple):
-    """What the step's end asks of one parameter, or of all parameters of a part together."""
+    """A gradient as the step's end sees it: of one parameter, or of all parameters of a part together."""
 
     parts: frozenset[int]
     """Parts of the chain that write it."""

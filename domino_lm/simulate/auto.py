@@ -12,11 +12,11 @@ from domino_lm.schedule.cuts import resolve_cut
 from domino_lm.simulate.predict import CUTS, Prediction, Setting, obstacle, predict
 
 LATENCY_BOUND = 0.75
-"""A collective is latency-bound where one of a piece's size takes more than this share of the whole one's time: cutting it in
+"""A collective is latency-bound if a piece of it takes more than this share of the whole one's time: cutting it in
 two would then make it take one and a half times as long in all."""
 
 NO_FASTER = 1.02
-"""What is predicted within a fiftieth of the fastest is as fast; the one that is cut least is taken, since predictions miss more than that."""
+"""Candidates predicted within a fiftieth of the fastest count as equally fast, since predictions miss by more; the least cut one is taken."""
 
 CHOSEN = ("schedule", "domino_row_slices", "domino_row_dim", "domino_column_slices", "domino_pair")
 """Settings that are chosen; all others stay as they were asked for."""
@@ -24,7 +24,7 @@ CHOSEN = ("schedule", "domino_row_slices", "domino_row_dim", "domino_column_slic
 
 @dataclass(frozen=True)
 class Candidate:
-    """One schedule, and what became of it."""
+    """One schedule, and its prediction or why it has none."""
 
     name: str
     schedule: ScheduleConfig
@@ -61,7 +61,7 @@ def choose(setting: Setting, asked: ScheduleConfig, memory_bytes: float | None =
     """The fastest candidate for ``setting``, of equally fast ones the least cut, whose memory stays under ``memory_bytes``, by default the device's.
 
     ``asked`` keeps its sequence parallelism, recompute and bucket settings; its cuts are what is chosen. Deterministic:
-    ranks that give the same arguments choose the same. Raises ConfigError where nothing fits.
+    ranks that give the same arguments choose the same. Raises ConfigError if nothing fits.
     """
     limit = setting.hardware.device.memory_bytes if memory_bytes is None else memory_bytes
     candidates = []
