@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,8 @@ class Accumulates(Protocol):
     data: Tensor
 
 
-class Owned(NamedTuple):
-    """Elements of one parameter that this rank updates: ``start`` to ``stop`` of its flattened weights."""
-
-    parameter: Accumulates
-    start: int
-    stop: int
-    weights: Tensor  # [stop - start], the parameter's own memory
-    gradient: Tensor  # [stop - start], reduced by the time of the step
+Owned = tuple[Accumulates, int, int, Tensor]
+"""Elements of one parameter that this rank updates: ``start`` to ``stop`` of its flattened weights, and their gradient [stop - start]."""
 
 
 class Bucket:
@@ -75,8 +69,7 @@ class Bucket:
         for parameter, first, last in self._spans():
             start, stop = max(first, begin), min(last, self._own.stop)
             if start < stop:
-                gradient = self.shard[start - begin : stop - begin]
-                yield Owned(parameter, start - first, stop - first, self.weights[start:stop], gradient)
+                yield parameter, start - first, stop - first, self.shard[start - begin : stop - begin]
 
     def zero_(self) -> None:
         """Forget the gradients of the step."""
@@ -162,13 +155,13 @@ class GradientBuckets:
         """Copies of all reduced gradients, of the parameters' shapes, to compare with; every rank calls at the step's end."""
         if not self.sharded:
             return [parameter.main_grad.clone() for parameter in parameters]
-        parts = {id(owned.parameter): owned for owned in self.owned()}
+        owned = {id(parameter): (start, stop, gradient) for parameter, start, stop, gradient in self.owned()}
         found = []
         for parameter in parameters:
             full = parameter.data.new_zeros(parameter.data.numel(), dtype=self.buckets[0].shard.dtype)
-            if id(parameter) in parts:
-                owned = parts[id(parameter)]
-                full[owned.start : owned.stop] = owned.gradient
+            if id(parameter) in owned:
+                start, stop, gradient = owned[id(parameter)]
+                full[start:stop] = gradient
             found.append(self._dp.all_reduce(full).view(parameter.data.shape))
         return found
 

@@ -14,7 +14,7 @@ from domino_lm.model.stack import Stack, build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.prepare import prepare_plan
-from domino_lm.training.optimizer import Optimizer, Shares
+from domino_lm.training.optimizer import Optimizer
 
 NORMAL = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Relative differences that rounding alone makes over a few steps; a wrong collective makes 1e-2 and more.
@@ -65,7 +65,7 @@ def run_steps(run: RunConfig, mesh: ParallelMesh, schedule: ScheduleConfig, batc
     """Train ``steps`` steps at the peak learning rate from the run's initial weights; ``batches(mesh, step)`` is this rank's share."""
     stack = build_stack(run.model, mesh.tp, run.training.seed, dtype, mesh.device)
     plan, gradients = prepare_plan(stack, mesh, schedule, run.training.micro_batch_size, run.model.seq_length)
-    optimizer = Optimizer(stack.parameters(), run.optimizer, mesh.tp, shares=Shares.of(gradients, mesh))
+    optimizer = Optimizer(stack.parameters(), run.optimizer, mesh.tp, gradients=gradients, world=mesh.world)
     norms: list[float] = []
     first: list[Tensor] = []
 

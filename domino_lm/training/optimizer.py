@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -13,9 +13,8 @@ from torch.optim.adamw import adamw
 if TYPE_CHECKING:
     from domino_lm.config.settings import OptimizerConfig
     from domino_lm.model.parameter import Parameter
-    from domino_lm.parallel.buckets import GradientBuckets, Owned
+    from domino_lm.parallel.buckets import GradientBuckets
     from domino_lm.parallel.collectives import Communicator
-    from domino_lm.parallel.mesh import ParallelMesh
     from domino_lm.training.loss_scale import LossScale
 
 WIDENED_ELEMENTS = 2**24
@@ -38,18 +37,10 @@ class Piece:
     gradient: Tensor | None = None
 
     @classmethod
-    def whole(cls, parameter: Parameter) -> Piece:
-        """All of a parameter; its ``main`` begins as the weights are."""
-        weights = parameter.detach()
-        return cls(parameter, 0, weights.numel(), weights.to(torch.promote_types(weights.dtype, torch.float32)))
-
-    @classmethod
-    def of(cls, owned: Owned) -> Piece:
-        """What this rank owns of a parameter under the distributed optimizer."""
-        parameter, start, stop, weights, gradient = owned
-        main = weights.to(torch.promote_types(weights.dtype, torch.float32))
-        whole = stop - start == parameter.data.numel()
-        return cls(cast("Parameter", parameter), start, stop, main.view(parameter.data.shape) if whole else main, gradient)
+    def of(cls, parameter: Parameter, start: int = 0, stop: int | None = None, gradient: Tensor | None = None) -> Piece:
+        """All of a parameter, or elements that this rank owns; its ``main`` begins as the weights are."""
+        piece = cls(parameter, start, parameter.numel() if stop is None else stop, parameter.detach(), gradient)
+        return replace(piece, main=piece.weights.to(torch.promote_types(parameter.dtype, torch.float32)))
 
     @property
     def is_whole(self) -> bool:
@@ -77,9 +68,7 @@ class Piece:
         return self._of(self.parameter.main_grad) if self.gradient is None else self.gradient.view(self.main.shape)
 
     def _of(self, whole: Tensor) -> Tensor:
-        if self.is_whole:
-            return whole.view(self.main.shape)
-        return whole.view(-1)[self.start : self.stop]
+        return whole if self.is_whole else whole.view(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True)
@@ -98,24 +87,11 @@ def takes_weight_decay(parameter: Parameter) -> bool:
     return parameter.dim() >= 2 and not parameter.spec.name.endswith(".bias")
 
 
-@dataclass(frozen=True)
-class Shares:
-    """What each rank of ``world`` updates alone under the distributed optimizer; together they hold every piece of each TP rank once."""
-
-    pieces: Sequence[Piece]
-    world: Communicator
-
-    @classmethod
-    def of(cls, gradients: GradientBuckets, mesh: ParallelMesh) -> Shares | None:
-        """This rank's share of the buckets; None without the distributed optimizer."""
-        return cls([Piece.of(owned) for owned in gradients.owned()], mesh.world) if gradients.sharded else None
-
-
 class Optimizer:
     """AdamW over a rank's pieces of its parameters, with clipping by the global norm.
 
-    Pieces are whole parameters without ``shares``; they take the memory that parameters have by then. ``exp_avg`` and
-    ``exp_avg_sq`` hold the moments in the order of ``pieces``, each of its ``main``'s shape; they exist from the start, so
+    Pieces are whole parameters, or under the distributed optimizer what this rank owns of ``gradients``, whose norm is summed
+    over ``world``; they take the memory that parameters have by then. ``exp_avg`` and ``exp_avg_sq`` hold the moments in the order of ``pieces``, each of its ``main``'s shape; they exist from the start, so
     that a checkpoint can be loaded before the first step. They are kept in ``moment_dtypes``, by default as ``main`` is, and
     updated in ``main``'s dtype. ``main_grad`` must be reduced over data parallelism before `step`, and hold gradients of a
     loss multiplied by ``loss_scale`` if one is given.
@@ -127,15 +103,19 @@ class Optimizer:
         config: OptimizerConfig,
         tp: Communicator,
         *,
-        shares: Shares | None = None,
+        gradients: GradientBuckets | None = None,
+        world: Communicator | None = None,
         moment_dtypes: tuple[torch.dtype, torch.dtype] | None = None,
         loss_scale: LossScale | None = None,
         kernel: Callable[..., None] = adamw,
     ) -> None:
         self.parameters = list(parameters)
-        self.pieces = [Piece.whole(parameter) for parameter in self.parameters] if shares is None else list(shares.pieces)
         self.tp = tp
-        self._holders = tp if shares is None else shares.world
+        self.pieces, self._holders = [Piece.of(parameter) for parameter in self.parameters], tp
+        if gradients is not None and gradients.sharded:
+            assert world is not None, "shares of all ranks are summed over the world"
+            self._holders = world
+            self.pieces = [Piece.of(cast("Parameter", owned), start, stop, grad) for owned, start, stop, grad in gradients.owned()]
         self.loss_scale = loss_scale
         self.clip_grad = config.clip_grad
         self._kernel = kernel

@@ -32,7 +32,7 @@ from domino_lm.training.apex_adam import find_adamw
 from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
 from domino_lm.training.norms import parameter_norm, zero_gradients
-from domino_lm.training.optimizer import Optimizer, Shares, StepInfo
+from domino_lm.training.optimizer import Optimizer, StepInfo
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.skipped_steps import SkippedSteps
 from domino_lm.training.stop import Asked, GarbageCollection, StopSignal
@@ -100,7 +100,8 @@ class Trainer:
             mesh.tp,
             moment_dtypes=None if moments == ("fp32", "fp32") else (dtype_of(NAMES[moments[0]]), dtype_of(NAMES[moments[1]])),
             loss_scale=self.loss_scale,
-            shares=Shares.of(gradients, mesh),
+            gradients=gradients,
+            world=mesh.world,
             kernel=find_adamw(run.kernels, mesh.device),
         )
         self._learning_rate = torch.zeros((), dtype=torch.float32, device=mesh.device)  # where a captured step reads it

@@ -20,7 +20,7 @@ from domino_lm.schedule.ops import DP_LINK
 from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import Recorder
 from domino_lm.schedule.timeline import Timeline
-from domino_lm.training.optimizer import Optimizer, Shares
+from domino_lm.training.optimizer import Optimizer
 from domino_lm.training.trainer import Trainer
 from tests.distributed.models import GPT, MICRO_BATCH, MODELS, Gradients, float64_stack, micro_batches, unsharded, worst_difference
 from tests.distributed.test_schedules import COMBINATIONS
@@ -44,7 +44,7 @@ def curve(mesh: ParallelMesh, model: str, schedule: ScheduleConfig, per_token: b
     stack = float64_stack(MODELS[model], mesh.tp)
     plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH, GPT.seq_length)
     config = OptimizerConfig(lr=0.02, clip_grad=0.0, weight_decay=0.1)  # the clip's factor is fp32
-    optimizer = Optimizer(stack.parameters(), config, mesh.tp, shares=Shares.of(gradients, mesh))
+    optimizer = Optimizer(stack.parameters(), config, mesh.tp, gradients=gradients, world=mesh.world)
     found: list[float] = []
     executor = Executor(plan, stack, mesh, gradients, lambda: found.append(optimizer.step(0.02).grad_norm.item()), per_token_loss=per_token)
     for iteration in range(count):
