@@ -144,9 +144,6 @@ OUR_VARIANTS: dict[str, Variant] = {
     SERIAL: Variant(label="serial", schedule=_BASELINE, serial=True),
     "baseline": Variant(label="baseline", schedule=_BASELINE),
     "rows2": Variant(label="2 rows", schedule=_ROWS_2, smallest_micro_batch=2),
-    "rows2_together": Variant(
-        label="2 rows, wgrad together", schedule=_domino(domino_row_slices=2, domino_wgrad_rows="together"), smallest_micro_batch=2
-    ),
     "rows2_deferred": Variant(
         label="2 rows, wgrad deferred", schedule=_domino(domino_row_slices=2, domino_defer_wgrad=True), smallest_micro_batch=2
     ),

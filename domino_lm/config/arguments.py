@@ -33,6 +33,10 @@ CONSTANT_FLAGS: dict[str, tuple[str, object]] = {
 """Megatron's flags without a value that set a field under another name: the field, and the value that they give it."""
 
 
+GONE = {"domino_wgrad_rows": "the setting is gone; each row has its own weight gradient, right behind its collective"}
+"""Settings of former releases that a stored configuration or script may still name, and what holds instead."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Command:
     """A command line: the settings of its run, and what it says beside them."""
@@ -86,6 +90,8 @@ def build_parser() -> FlagParser:
         if setting.part not in groups:
             groups[setting.part] = parser.add_argument_group(f"{setting.part}: {parts()[setting.part].__doc__.splitlines()[0].rstrip('.')}")
         add_setting(groups[setting.part], setting)
+    for name in GONE:
+        parser.add_argument(f"--{name.replace('_', '-')}", help=argparse.SUPPRESS)
     return parser
 
 
@@ -116,7 +122,8 @@ def parse_command(argv: Sequence[str], model_of_checkpoint: ModelOfCheckpoint | 
         refuse([*flags.faults, str(error)])
         raise
     run = sound_run({**values, **taken}, flags, faults_of)
-    return Command(run, dry_run, print_plan, layer, tuple(flags.ignored), tuple(f"{key} {value}" for key, value in taken.items()))
+    gone = [f"--{name.replace('_', '-')} {values[name]}: {why}" for name, why in GONE.items() if name in values]
+    return Command(run, dry_run, print_plan, layer, (*flags.ignored, *gone), tuple(f"{key} {value}" for key, value in taken.items()))
 
 
 def read_flags(parser: FlagParser, argv: Sequence[str]) -> Flags:
@@ -131,7 +138,7 @@ def with_file_and_preset(flags: dict[str, Any]) -> dict[str, Any]:
     """Values of flags, the file that --config names, and the preset that either names. Raises ConfigError for a wrong file."""
     given = dict(flags)
     path, preset = given.pop("config", None), given.pop(PRESET, None)
-    from_file = read_config(path) if path is not None else {}
+    from_file = read_config(path, GONE) if path is not None else {}
     named_there = from_file.pop(PRESET, None)
     if named_there is not None and named_there not in PRESETS:
         raise ConfigError(f"--config {path}: preset {named_there!r} is none of {', '.join(sorted(PRESETS))}.")

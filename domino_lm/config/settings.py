@@ -191,9 +191,6 @@ class ScheduleConfig:
     recompute_num_layers: PositiveInt | None = None
     """Layers recomputed under --recompute-method block; uniform accepts it without effect, since no reduced output is ever recomputed."""
 
-    domino_wgrad_rows: Literal["each", "together"] = "each"
-    """each: a weight gradient a row, right after its collective left; together: one for all rows of a part, which spares passes over gradient memory and copies the operands."""
-
     overlap_grad_reduce: bool = True
     """Start the data-parallel reduction of a gradient bucket as soon as its last gradient is written; --no-overlap-grad-reduce reduces all of them after backward."""
 

@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from domino_lm.config.schema import Setting, settings
@@ -16,11 +16,11 @@ CONFIG_NAME = "config.toml"
 PRESET = "preset"
 
 
-def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
+def read_config(path: str | os.PathLike[str], gone: Collection[str] = ()) -> dict[str, object]:
     """Flat field names and values of a TOML file, and ``preset`` where it names one.
 
     Keys are field names, with ``_`` or ``-``, at the top or in the table of their part (``[model]``, ``[training]``, ...).
-    Raises ConfigError, with every fault of the file in the one message.
+    Settings that are ``gone`` are returned as the file has them. Raises ConfigError, with every fault of the file in the one message.
     """
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -33,7 +33,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
     faults = []
     for table, key, value in _entries(tables, {item.part for item in settings()}):
         name = key.replace("-", "_")
-        fault = _fault(table, key, value, known.get(name), list(known)) if (table, name) != ("", PRESET) else None
+        unchecked = (table, name) == ("", PRESET) or name in gone
+        fault = None if unchecked else _fault(table, key, value, known.get(name), list(known))
         if name in values:
             fault = f"{key} is given twice"
         if fault is not None:

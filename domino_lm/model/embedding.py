@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,11 +44,10 @@ class Embedding(Part):
         """The gradient [s, b, h] with other ranks' tokens zeroed."""
         return dy * ctx.state(Lookup).ours
 
-    def wgrad(self, contexts: Sequence[RowContext], dy: Sequence[Tensor]) -> None:
+    def wgrad(self, ctx: RowContext, dy: Tensor) -> None:
         """Accumulate the table's gradient."""
         grad = self.weight.main_grad
-        for ctx, row_dy in zip(contexts, dy, strict=True):
-            grad.index_add_(0, ctx.state(Lookup).ids.flatten(), row_dy.flatten(0, 1).to(grad.dtype))
+        grad.index_add_(0, ctx.state(Lookup).ids.flatten(), dy.flatten(0, 1).to(grad.dtype))
 
     def forward(self, row: Row) -> Tensor:
         """Embedded tokens [s, b, h] through autograd."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,10 +80,9 @@ class Head(Part):
         """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
         return self.kernels.head_linear.dgrad_columns(d_logits, self.weight, columns, out)
 
-    def wgrad(self, contexts: Sequence[RowContext], d_logits: Sequence[Tensor]) -> None:
-        """Accumulate the output weight's gradient; row by row, since joined logits would cost more memory than a pass."""
-        for ctx, row_grad in zip(contexts, d_logits, strict=True):
-            self.kernels.head_linear.accumulate_wgrad(self.weight, row_grad, input_of(ctx))
+    def wgrad(self, ctx: RowContext, d_logits: Tensor) -> None:
+        """Accumulate the output weight's gradient."""
+        self.kernels.head_linear.accumulate_wgrad(self.weight, d_logits, input_of(ctx))
 
     def forward(self, x: Tensor, row: Row) -> Tensor:
         """Loss of every token [s, b] through autograd."""

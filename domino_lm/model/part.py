@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from domino_lm.model.batch import Recorded, Row, RowContext
@@ -135,14 +134,13 @@ class ShardedPart(Part, ABC):
         """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
         return self.kernels.linear.dgrad_columns(dh, self.w_in, columns, out)
 
-    def wgrad(self, contexts: Sequence[RowContext], dh: Sequence[Tensor]) -> None:
-        """Accumulate both weights' gradients and the first bias's, of all given rows in one GEMM each."""
-        mid, dy = (_join_rows(tensors) for tensors in zip(*(ctx.state(SecondGemm) for ctx in contexts), strict=True))
-        dh_rows = _join_rows(dh)
+    def wgrad(self, ctx: RowContext, dh: Tensor) -> None:
+        """Accumulate both weights' gradients, a GEMM each, and the first bias's, from the gradient ``dh`` [s, b, n/t]."""
+        mid, dy = ctx.state(SecondGemm)
         self.kernels.linear.accumulate_wgrad(self.w_out, dy, mid)
-        self.kernels.linear.accumulate_wgrad(self.w_in, dh_rows, _join_rows([input_of(ctx) for ctx in contexts]))
+        self.kernels.linear.accumulate_wgrad(self.w_in, dh, input_of(ctx))
         if self.b_in is not None:
-            accumulate_bias_grad(self.b_in, dh_rows)
+            accumulate_bias_grad(self.b_in, dh)
 
     def forward(self, x: Tensor, row: Row) -> Tensor:
         """The whole part through autograd, collectives included: ``x`` [s, b, h] to the reduced [s, b, h]."""
@@ -154,8 +152,3 @@ def input_of(ctx: RowContext) -> Tensor:
     """The first GEMM's input, which some plans drop and gather or compute again before a weight gradient."""
     assert ctx.x is not None, "the plan brings a part's input back before its weight gradient"
     return ctx.x
-
-
-def _join_rows(tensors: Sequence[Tensor]) -> Tensor:
-    """All rows' tokens one after the other, [tokens, 1, n]; a single row is not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat([tensor.flatten(0, 1) for tensor in tensors]).unsqueeze(1)

@@ -356,18 +356,13 @@ class Executor:
         return lambda mid: (tail(mid[0], columns, mid[1][op.col]),)
 
     def _bind_wgrad(self, op: Op) -> Callable[..., tuple[Any, ...]]:
-        part, rows = self._parts[op.part], len(self.plan.slicing.rows_of(op))
-        nothing = (None,) * rows
+        part, blocks = self._parts[op.part], self.plan.slicing.cols > 1 and op.part > 0
 
-        def wgrad(*reads: Any) -> tuple[Any, ...]:
-            width = len(reads) // rows
-            contexts, mids, gathered = reads[0::width], reads[1::width], reads[2::width] if width > 2 else ()
-            for ctx, x in zip(contexts, gathered, strict=False):
-                ctx.x = x
-            part.wgrad(contexts, [mid[0] for mid in mids] if blocks else mids)
-            return nothing
-
-        blocks = self.plan.slicing.cols > 1 and op.part > 0
+        def wgrad(ctx: RowContext, mid: Any, *gathered: Tensor) -> tuple[Any, ...]:
+            if gathered:
+                ctx.x = gathered[0]
+            part.wgrad(ctx, mid[0] if blocks else mid)
+            return (None,)
 
         return wgrad
 

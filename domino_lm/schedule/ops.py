@@ -7,7 +7,6 @@ The table behind it stands in ``schedule/README.md``.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -38,7 +37,7 @@ class Op(NamedTuple):
     kind: Kind
     phase: str  # "F" forward, "B" backward, "S" the step's end; in "S" part numbers a gradient bucket
     part: int
-    row: int  # which slice of the micro-batch, or ALL_ROWS
+    row: int  # which slice of the micro-batch; ALL_ROWS in phase S
     col: int = 0  # which slice of the output dimension (TAIL, START, WAIT)
     micro: int = 0  # which micro-batch of the template
     collective: str = "all_reduce"  # which collective (START, WAIT); `COLLECTIVES` says what each does
@@ -184,10 +183,6 @@ class Slicing:
         """The collective that partial sums leave with."""
         return "reduce_scatter" if self.sequence_parallel else "all_reduce"
 
-    def rows_of(self, op: Op) -> Sequence[int]:
-        """The rows that an op covers."""
-        return range(self.rows) if op.row == ALL_ROWS else (op.row,)
-
     def coupled(self, part: int) -> bool:
         """Whether rows of this part depend on each other."""
         return self.sequence_rows and self.chain[part].couples_tokens
@@ -286,10 +281,8 @@ def _tail(op: Op, slicing: Slicing) -> Flow:
 
 
 def _wgrad(op: Op, slicing: Slicing) -> Flow:
-    names = [("saved", "F"), ("mid", "B"), *([("gathered_input", "B")] if slicing.sequence_parallel and op.part else [])]
-    rows = slicing.rows_of(op)
-    reads = tuple(_at(op, name, phase, row=row) for row in rows for name, phase in names)
-    return reads, tuple(_at(op, "grad", "B", row=row) for row in rows)
+    again = [_at(op, "gathered_input", "B")] if slicing.sequence_parallel and op.part else []
+    return (_at(op, "saved", "F"), _at(op, "mid", "B"), *again), (_at(op, "grad", "B"),)
 
 
 def _recompute(op: Op, slicing: Slicing) -> Flow:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from domino_lm.schedule.ops import ALL_ROWS, ChainPart, Kind, Op, PartSpec, Slicing
+from domino_lm.schedule.ops import ChainPart, Kind, Op, PartSpec, Slicing
 
 Item = tuple[int, int]  # a sharded part and a row
 
@@ -46,8 +46,7 @@ def build_plan(
     """Forward and backward of one micro-batch; one row and one column are Megatron's order.
 
     ``row_sizes`` holds the samples of each row, or its tokens with ``sequence_rows``. With more than one of
-    ``row_groups``, a group of rows goes back while the next still goes forward. Weight gradients cover all rows of a
-    part, see `wgrad_each_row`; with row groups each row has its own.
+    ``row_groups``, a group of rows goes back while the next still goes forward.
     """
     specs = tuple(PartSpec.of(part) for part in chain)
     slicing = Slicing(specs, tuple(row_sizes), cols, sequence_rows=sequence_rows, sequence_parallel=sequence_parallel)
@@ -56,11 +55,9 @@ def build_plan(
     groups = [range(*pair) for pair in pairwise(bounds)]
     forward = [list(_forward(slicing, rows)) for rows in groups]
     backward = [list(_backward(slicing, rows)) for rows in groups]
-    if row_groups > 1:
-        backward = [list(_each_row(ops, slicing, rows)) for ops, rows in zip(backward, groups, strict=True)]
     ops = forward[0]
     for group in range(1, row_groups):
-        ops = [*ops, *interleave(backward[group - 1], forward[group])]
+        ops = [*ops, *interleave(backward[group - 1], forward[group], within="gather_input")]
     return Plan(tuple(in_issue_order([*ops, *backward[-1]], slicing)), slicing)
 
 
@@ -71,7 +68,7 @@ def _forward(slicing: Slicing, rows: range) -> Iterator[Op]:
 
 
 def _backward(slicing: Slicing, rows: range) -> Iterator[Op]:
-    """From the losses down, row by row; the last row's collective leaves before the part's weight gradients start.
+    """From the losses down, row by row; a row's collective leaves before its weight gradient starts.
 
     Rows of one sequence go back from last to first where a part couples them, and so from the first such part on.
     """
@@ -119,8 +116,8 @@ def _walk(slicing: Slicing, items: Sequence[Item], phase: str, rows: int) -> Ite
         if phase == "B":
             if slicing.sequence_parallel and part:
                 yield Op(Kind.WAIT, "B", part, row, collective="gather_input")
-            if position % rows == rows - 1:
-                yield Op(Kind.WGRAD, "B", part, ALL_ROWS)
+            if slicing.chain[part].backward_collective is not None:
+                yield Op(Kind.WGRAD, "B", part, row)
 
 
 def _next(phase: str, item: Item) -> Item:
@@ -157,6 +154,8 @@ def _compute(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
         yield Op(Kind.START, "B", part, row, collective="gather_input")
     if phase == "F" or part != slicing.last:
         yield Op(Kind.BODY, phase, part, row)
+    if phase == "B" and slicing.chain[part].backward_collective is None:
+        yield Op(Kind.WGRAD, "B", part, row)
 
 
 def _send(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
@@ -198,45 +197,20 @@ def _follower(wait: Op, slicing: Slicing) -> Iterator[Op]:
         yield Op(Kind.LOCAL, wait.phase, wait.part + step, wait.row, micro=wait.micro)
 
 
-def interleave(first: Sequence[Op], second: Sequence[Op]) -> Iterator[Op]:
-    """Two independent pieces in turn: each runs up to its next wait, then the other."""
-    stretches = [_stretches(first), _stretches(second)]
+def interleave(first: Sequence[Op], second: Sequence[Op], within: str = "") -> Iterator[Op]:
+    """Two independent pieces in turn: each runs up to its next wait, but for waits for the collective ``within``, then the other."""
+    stretches = [_stretches(first, within), _stretches(second, within)]
     for turn in range(max(map(len, stretches))):
         for pieces in stretches:
             if turn < len(pieces):
                 yield from pieces[turn]
 
 
-def _stretches(ops: Sequence[Op]) -> list[list[Op]]:
-    """Pieces that begin with their waits and hold none further on."""
+def _stretches(ops: Sequence[Op], within: str) -> list[list[Op]]:
+    """Pieces that begin with their waits and hold none further on, except for the collective ``within``."""
     pieces: list[list[Op]] = [[]]
     for op in ops:
-        if op.kind is Kind.WAIT and pieces[-1] and pieces[-1][-1].kind is not Kind.WAIT:
+        if op.kind is Kind.WAIT and op.collective != within and pieces[-1] and pieces[-1][-1].kind is not Kind.WAIT:
             pieces.append([])
         pieces[-1].append(op)
     return pieces
-
-
-def wgrad_each_row(plan: Plan) -> Plan:
-    """Give every row its own weight gradient, right after the row's last collective of that part has left."""
-    return plan.with_ops(_each_row(plan.ops, plan.slicing, range(plan.slicing.rows)))
-
-
-def _each_row(ops: Iterable[Op], slicing: Slicing, rows: range) -> Iterator[Op]:
-    """A weight gradient for each part and row, where the part's backward ends for it."""
-    ops = list(ops)
-    ends = {(op.part, op.row): position for position, op in enumerate(ops) if _ends_backward(op)}
-    waits = {(op.part, op.row): i for i, op in enumerate(ops) if op.kind is Kind.WAIT and op.collective == "gather_input"}
-    ready = {max(position, waits.get(item, 0)): item for item, position in ends.items() if item[1] in rows}
-    for position, op in enumerate(ops):
-        if op.kind is not Kind.WGRAD:
-            yield op
-        if position in ready:
-            part, row = ready[position]
-            yield Op(Kind.WGRAD, "B", part, row, micro=op.micro)
-
-
-def _ends_backward(op: Op) -> bool:
-    """Whether the op can be the last of a sharded part and row that a weight gradient must follow."""
-    leaves = op.kind is Kind.START and op.collective in ("all_reduce", "reduce_scatter")
-    return op.phase == "B" and (leaves or op.kind is Kind.BODY)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
+from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
 from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline
 
 MILLISECONDS = 1e3
@@ -17,7 +17,7 @@ PHASE_NAMES = {"F": "forward", "B": "backward", "S": "step"}
 PHASE_SHADES = {"F": "#eef4fb", "B": "#fdf3e7", "S": "#eeeeee"}
 # For each row a dark colour (backward) and a light one (forward), told apart by the colour-blind too.
 ROW_COLOURS = (("#1f5a99", "#7fb2e5"), ("#c05a00", "#f5ab66"), ("#1b7837", "#8fcf9b"), ("#762a83", "#c2a5cf"))
-ALL_ROWS_COLOUR, STEP_COLOUR, EXPOSED_COLOUR = "#555555", "#8c8c8c", "#d62728"
+STEP_COLOUR, EXPOSED_COLOUR = "#8c8c8c", "#d62728"
 # Below this share of the panel's width a name does not fit into its bar.
 _LABEL_WIDTH = 0.018
 
@@ -140,8 +140,6 @@ def _write_name(axes: Any, span: Span, middle_s: float, height: int) -> None:
 def _colour(op: Op) -> str:
     if op.phase == "S":
         return STEP_COLOUR
-    if op.row == ALL_ROWS:
-        return ALL_ROWS_COLOUR
     dark, light = ROW_COLOURS[op.row % len(ROW_COLOURS)]
     return light if op.phase == "F" else dark
 
@@ -151,11 +149,9 @@ def _legend(timeline: Timeline) -> list[Any]:
 
     ops = [span.op for span in timeline.spans]
     handles = []
-    for row in sorted({op.row for op in ops if op.phase != "S" and op.row != ALL_ROWS}):
+    for row in sorted({op.row for op in ops if op.phase != "S"}):
         dark, light = ROW_COLOURS[row % len(ROW_COLOURS)]
         handles += [Patch(color=light, label=f"row {row} forward"), Patch(color=dark, label=f"row {row} backward")]
-    if any(op.row == ALL_ROWS and op.phase != "S" for op in ops):
-        handles.append(Patch(color=ALL_ROWS_COLOUR, label="all rows"))
     if any(op.phase == "S" for op in ops):
         handles.append(Patch(color=STEP_COLOUR, label="gradient reduction, step"))
     handles.append(Patch(facecolor="white", edgecolor=EXPOSED_COLOUR, hatch="////", label="exposed: compute waits"))

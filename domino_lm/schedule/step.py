@@ -10,7 +10,7 @@ from domino_lm.config.settings import ScheduleConfig
 from domino_lm.schedule.cuts import Cut
 from domino_lm.schedule.ops import ChainPart
 from domino_lm.schedule.passes import defer_wgrad, gather_parameters, last_writers, pair_micro_batches, recompute, reduce_gradients
-from domino_lm.schedule.plan import Plan, build_plan, wgrad_each_row
+from domino_lm.schedule.plan import Plan, build_plan
 
 
 class Gradient(NamedTuple):
@@ -56,8 +56,6 @@ def compute_plan(chain: Sequence[ChainPart], schedule: ScheduleConfig, cut: Cut)
         sequence_parallel=cut.sequence_parallel,
         row_groups=2 if cut.pair == "row-groups" else 1,
     )
-    if schedule.domino_wgrad_rows == "each":
-        plan = wgrad_each_row(plan)
     if schedule.domino_defer_wgrad:
         plan = defer_wgrad(plan)
     if schedule.recompute_granularity is not None:

@@ -87,10 +87,9 @@ def _check_weight_gradient(plan: Plan, position: int, op: Op, left: set[tuple[st
     if op.kind is Kind.START and op.collective == plan.slicing.leaving and op.phase != "S":
         left.add((op.phase, op.micro, op.part, op.row, op.col))
     if op.kind is Kind.WGRAD and plan.slicing.chain[op.part].backward_collective is not None:
-        for row in plan.slicing.rows_of(op):
-            for col in range(plan.slicing.cols):
-                if ("B", op.micro, op.part, row, col) not in left:
-                    raise _fault(plan, position, f"starts before the collective of row {row}, column {col} has left")
+        for col in range(plan.slicing.cols):
+            if ("B", op.micro, op.part, op.row, col) not in left:
+                raise _fault(plan, position, f"starts before the collective of row {op.row}, column {col} has left")
 
 
 def _check_collective(plan: Plan, position: int, op: Op, pending: deque[Op]) -> None:

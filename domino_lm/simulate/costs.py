@@ -5,12 +5,11 @@ s sequence, b sequences in a row, h hidden, f ffn, n heads, g key and value head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from domino_lm.config.settings import ModelConfig
-from domino_lm.schedule.ops import ALL_ROWS, DP_LINK, Kind, Op, Slicing, is_gather
+from domino_lm.schedule.ops import DP_LINK, Kind, Op, Slicing, is_gather
 from domino_lm.schedule.plan import Plan
 from domino_lm.simulate.hardware import CoreAttention, Gemm, Hardware, Pass
 from domino_lm.simulate.links import Group, Transfer
@@ -328,25 +327,25 @@ def cost(op: Op, shapes: Shapes) -> Work:
     if op.phase == "S":
         return _step_cost(op, shapes)
     part = shapes.parts[op.part]
-    rows = shapes.rows if op.row == ALL_ROWS else (shapes.rows[op.row],)
-    tokens, columns = sum(row.tokens for row in rows), part.hidden // shapes.slicing.cols
+    row = shapes.rows[op.row]
+    tokens, columns = row.tokens, part.hidden // shapes.slicing.cols
     match op.kind, op.phase:
         case (Kind.LOCAL, _) | (Kind.RECOMPUTE, "B") if not shapes.slicing.chain[op.part].sharded:
             return _local_cost(op, part, tokens / shapes.replicas_share, shapes)
         case (Kind.BODY, "F") | (Kind.RECOMPUTE, "B"):
             again = op.kind is Kind.RECOMPUTE and op.part in shapes.slicing.recompute_core
             gemms = (Gemm(tokens, part.inner, part.hidden),) if part.inner and not again else ()
-            return Work(gemms, *_core(part, rows, shapes.element_bytes, backward=False))
+            return Work(gemms, *_core(part, row, shapes.element_bytes, backward=False))
         case Kind.BODY, "B":
             gemms = (Gemm(tokens, part.mid, part.hidden),) if part.mid else ()
-            return Work(gemms, *_core(part, rows, shapes.element_bytes, backward=True))
+            return Work(gemms, *_core(part, row, shapes.element_bytes, backward=True))
         case Kind.TAIL, "F":
             gemms = (Gemm(tokens, columns, part.mid),) if part.mid else ()
             return Work(gemms, passes=_passes(part.tail_forward, tokens / shapes.slicing.cols))
         case Kind.TAIL, "B":
             return Work((Gemm(tokens, columns, part.inner),))
         case Kind.WGRAD, "B":
-            return _wgrad_cost(part, tokens, op.row == ALL_ROWS and len(rows) > 1, shapes.element_bytes)
+            return _wgrad_cost(part, tokens, shapes.element_bytes)
         case Kind.LOSS, "F":
             return Work(passes=_passes(part.loss, tokens))
         case Kind.START, _:
@@ -382,33 +381,28 @@ def _step_cost(op: Op, shapes: Shapes) -> Work:
     raise ValueError(f"{op} has no cost: {op.kind} does not exist in phase S")
 
 
-def _wgrad_cost(part: PartShape, tokens: int, joined: bool, size: int) -> Work:
-    """Both weight gradients; each WGRAD is a pass over the gradient memory too, and rows that it joins are copied once."""
+def _wgrad_cost(part: PartShape, tokens: int, size: int) -> Work:
+    """Both weight gradients; each WGRAD is a pass over the gradient memory too."""
     gemms = [Gemm(part.hidden, part.mid, tokens)] if part.mid else []
     gemms += [Gemm(part.inner, part.hidden, tokens)] if part.inner else []
     passes = _passes(part.wgrad, tokens)
     if part.wgrad_columns:
         passes += (Pass("accumulate", part.wgrad_columns * (size + 2 * MAIN_GRAD_BYTES), len(gemms)),)
-    if joined and part.mid:
-        moved = 2 * size * (2 * part.hidden + part.inner + part.mid)
-        passes += (Pass("layout", tokens * moved, 4),)
     return Work(tuple(gemms), None, passes)
 
 
-def _core(part: PartShape, rows: Sequence[RowShape], size: int, *, backward: bool) -> tuple[CoreAttention | None, tuple[Pass, ...]]:
+def _core(part: PartShape, row: RowShape, size: int, *, backward: bool) -> tuple[CoreAttention | None, tuple[Pass, ...]]:
     """What stands between a part's GEMMs: attention, where there is one, and passes over memory."""
-    tokens = sum(row.tokens for row in rows)
-    passes = _passes(part.core_backward if backward else part.core_forward, tokens)
+    passes = _passes(part.core_backward if backward else part.core_forward, row.tokens)
     if not part.attention_width:
         return None, passes
-    pairs = sum(row.square if part.explicit_heads else row.attended for row in rows)
+    pairs = row.square if part.explicit_heads else row.attended
     if part.explicit_heads:
         times = EXPLICIT_PASSES["B" if backward else "F"]
-        scores = part.explicit_heads * sum(row.square for row in rows)
-        passes += (Pass("scores", times * scores * size, times // 2),)
+        passes += (Pass("scores", times * part.explicit_heads * row.square * size, times // 2),)
     flops_per_pair = PAIR_FLOPS * (FLASH_BACKWARD_FLOPS if backward else 1.0)
     flops = flops_per_pair * pairs * part.attention_width
-    return CoreAttention(flops, max(row.offset + row.length for row in rows), backward), passes
+    return CoreAttention(flops, row.offset + row.length, backward), passes
 
 
 def _passes(traffic: tuple[Traffic, ...], tokens: float) -> tuple[Pass, ...]:

@@ -10,7 +10,7 @@ from itertools import groupby, islice
 from operator import itemgetter
 
 from domino_lm.config.settings import ConfigError
-from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, Kind, Op, Slicing
+from domino_lm.schedule.ops import COMPUTE, DP_LINK, Kind, Op, Slicing
 from domino_lm.schedule.passes import micro_batch, step_templates
 from domino_lm.schedule.plan import Plan
 from domino_lm.simulate.costs import Shapes, cost
@@ -168,7 +168,7 @@ def _activity(op: Op, micro: int, slicing: Slicing) -> str:
         return "the optimizer"
     name = part_name(slicing, op.part)
     what = {Kind.WGRAD: " wgrad", Kind.RECOMPUTE: " again"}.get(op.kind, " backward" if op.phase == "B" else "")
-    row = "" if slicing.rows == 1 else " of all rows" if op.row == ALL_ROWS else f" row {op.row}"
+    row = "" if slicing.rows == 1 else f" row {op.row}"
     return f"{name}{what}{row}{f' of m{op.micro}' if op.micro != micro else ''}"
 
 

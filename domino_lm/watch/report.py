@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
+from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
 from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline
 
 LANES = (COMPUTE, TP_LINK, DP_LINK)
@@ -87,9 +87,8 @@ def _about(op: Op) -> str:
     if op.phase == "S":
         what = "updated parameters" if is_gather(op) else "gradients"
         return f"{op.kind}, {op.collective}, {what} of bucket {op.part}" if op.kind is not Kind.STEP else "optimizer step"
-    rows = "all rows" if op.row == ALL_ROWS else f"row {op.row}"
     collective = f", {op.collective}" if op.kind in (Kind.START, Kind.WAIT) else ""
-    return f"{op.kind}{collective}, {PHASE_NAMES[op.phase]} of part {op.part}, {rows}, column {op.col}, micro-batch {op.micro}"
+    return f"{op.kind}{collective}, {PHASE_NAMES[op.phase]} of part {op.part}, row {op.row}, column {op.col}, micro-batch {op.micro}"
 
 
 PAGE = """<!doctype html>
@@ -117,13 +116,13 @@ PAGE = """<!doctype html>
 "use strict";
 const charts = @DATA@;
 const ROWS = [["#1f5a99", "#7fb2e5"], ["#c05a00", "#f5ab66"], ["#1b7837", "#8fcf9b"], ["#762a83", "#c2a5cf"]];
-const ALL_ROWS = "#555555", STEP = "#8c8c8c", WAIT = "#d62728", HEIGHT = 26, LEFT = 80, AXIS = 22;
+const STEP = "#8c8c8c", WAIT = "#d62728", HEIGHT = 26, LEFT = 80, AXIS = 22;
 const extent = Math.max(...charts.map(chart => chart.makespan), 1);
 const spans = [];
 let from = 0, to = extent, selected = -1;
 
 const isWait = span => span.exposed !== undefined && span.bytes === undefined;
-const colour = span => span.phase === "S" ? STEP : span.row < 0 ? ALL_ROWS : ROWS[span.row % ROWS.length][span.phase === "F" ? 1 : 0];
+const colour = span => span.phase === "S" ? STEP : ROWS[span.row % ROWS.length][span.phase === "F" ? 1 : 0];
 const time = us => us >= 1000 ? (us / 1000).toFixed(3) + " ms" : us.toFixed(1) + " us";
 const size = bytes => !bytes ? "not recorded" : bytes >= 1048576 ? (bytes / 1048576).toFixed(2) + " MiB" : bytes >= 1024 ? (bytes / 1024).toFixed(1) + " KiB" : bytes + " B";
 
@@ -260,9 +259,9 @@ window.addEventListener("resize", draw);
 document.getElementById("in").onclick = () => zoom(.5);
 document.getElementById("out").onclick = () => zoom(2);
 document.getElementById("all").onclick = () => show(0, extent);
-const legend = document.getElementById("legend"), rows = [...new Set(spans.filter(s => s.phase !== "S" && s.row >= 0).map(s => s.row))].sort();
+const legend = document.getElementById("legend"), rows = [...new Set(spans.filter(s => s.phase !== "S").map(s => s.row))].sort();
 const entries = rows.flatMap(row => [[`row ${row} forward`, ROWS[row % ROWS.length][1]], [`row ${row} backward`, ROWS[row % ROWS.length][0]]]);
-for (const [name, paint] of [...entries, ["all rows", ALL_ROWS], ["gradient reduction, step", STEP], ["hatched: compute waits", WAIT]]) {
+for (const [name, paint] of [...entries, ["gradient reduction, step", STEP], ["hatched: compute waits", WAIT]]) {
   const entry = node("span", name, legend), patch = document.createElement("i");
   patch.style.background = paint;
   entry.prepend(patch);

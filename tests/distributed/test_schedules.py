@@ -47,11 +47,10 @@ CUTS = {
     "paired": domino(2, domino_pair="micro-batches"),
 }
 VARIANTS = {
-    "wgrad_together": domino(2, domino_wgrad_rows="together"),
     "wgrad_deferred": domino(2, domino_defer_wgrad=True),
     "small_buckets": domino(3, ddp_bucket_size=3000),
     "late_reduction": domino(2, ddp_bucket_size=3000, overlap_grad_reduce=False),
-    "sequence3_columns2_wgrad_together": domino(3, 2, domino_row_dim="sequence", domino_wgrad_rows="together"),
+    "sequence3_columns2": domino(3, 2, domino_row_dim="sequence"),
     "paired_single_row": domino(1, domino_pair="micro-batches"),
     "recompute_first_layer": domino(2, recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
 }
@@ -116,7 +115,7 @@ def test_all_combinations_have_the_same_gradients(ranks: Ranks, model: str, tp: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("schedule", [VARIANTS["wgrad_together"], COMBINATIONS["paired-sp-full"]], ids=["rows2", "paired"])
+@pytest.mark.parametrize("schedule", [CUTS["rows2"], COMBINATIONS["paired-sp-full"]], ids=["rows2", "paired"])
 def test_per_token_objective_is_the_mean_over_the_global_batch(ranks: Ranks, schedule: ScheduleConfig, layout: tuple[int, int]) -> None:
     tp, dp = layout
     for found in ranks(tp * dp).run(differences, MODELS["gpt"], schedule, True, tp=tp):

@@ -23,7 +23,7 @@ Ranks = Callable[[int], RankPool]
 SCHEDULES = {
     "baseline": ScheduleConfig(schedule="baseline"),
     "rows2": ScheduleConfig(schedule="domino", domino_row_slices=2),
-    "rows3": ScheduleConfig(schedule="domino", domino_row_slices=3, domino_wgrad_rows="together"),
+    "rows3": ScheduleConfig(schedule="domino", domino_row_slices=3),
 }
 
 

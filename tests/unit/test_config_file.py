@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.config.arguments import parse_arguments
+from domino_lm.config.arguments import parse_arguments, parse_command
 from domino_lm.config.settings import ConfigError
 from domino_lm.config.toml_file import config_text, save_config
 
@@ -55,6 +55,13 @@ def test_a_wrong_entry_is_named_with_its_file(text: str, message: str, tmp_path:
 def test_every_fault_of_a_file_stands_in_one_message(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no_such is no setting.*swiglu must be bool"):
         parse_arguments(f"{write(tmp_path, 'no_such = 1' + chr(10) + 'swiglu = 1')} {REQUIRED}".split())
+
+
+def test_a_setting_that_is_gone_is_read_with_a_line_that_says_so(tmp_path: Path) -> None:
+    stored = write(tmp_path, "[schedule]\ndomino_wgrad_rows = 'each'")
+    for given in (stored, "--domino-wgrad-rows together"):
+        (line,) = parse_command(f"--preset debug-gpt {given} {REQUIRED}".split()).ignored
+        assert "the setting is gone; each row has its own weight gradient" in line
 
 
 def test_a_missing_file_is_named() -> None:

@@ -25,7 +25,7 @@ from domino_lm.schedule.passes import (
     steady_state,
     step_templates,
 )
-from domino_lm.schedule.plan import Plan, build_plan, wgrad_each_row
+from domino_lm.schedule.plan import Plan, build_plan
 from domino_lm.schedule.validate import PlanError, validate
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
@@ -51,14 +51,13 @@ def full_plan(
     layers: int,
     rows: int,
     cols: int,
-    each_row: bool,
     buckets: int,
     overlap: bool = True,
     sharding: Sharding = "no_shard",
     overlap_gather: bool = False,
 ) -> Plan:
     plan = build_plan(transformer_chain(layers), cut(rows + 1, rows), cols)
-    return with_step(wgrad_each_row(plan) if each_row else plan, buckets, overlap, False, sharding, overlap_gather)
+    return with_step(plan, buckets, overlap, False, sharding, overlap_gather)
 
 
 plans = st.builds(
@@ -66,7 +65,6 @@ plans = st.builds(
     layers=st.integers(0, 3),
     rows=st.integers(1, 4),
     cols=st.integers(1, 3),
-    each_row=st.booleans(),
     buckets=st.integers(1, 3),
     overlap=st.booleans(),
     sharding=st.sampled_from(SHARDINGS),
@@ -88,7 +86,6 @@ def all_plans(draw: st.DrawFn) -> Plan:
         sequence_parallel=sequence_parallel,
         row_groups=groups,
     )
-    plan = wgrad_each_row(plan) if draw(st.booleans()) else plan
     plan = defer_wgrad(plan, draw(st.integers(1, 2))) if draw(st.booleans()) else plan
     inner = list(range(2, 4 * layers + 1, 2))
     full = draw(st.sets(st.sampled_from(inner)))
@@ -165,7 +162,7 @@ def test_gradients_by_shares_leave_two_buckets_travelling_at_no_time(plan: Plan)
 @given(all_plans())
 def test_passes_move_work_but_neither_add_nor_drop_any(plan: Plan) -> None:
     rows, last = plan.slicing.rows, plan.slicing.last
-    wgrads = [(op.part, row) for op in plan.ops if op.kind is Kind.WGRAD for row in plan.slicing.rows_of(op)]
+    wgrads = [(op.part, op.row) for op in plan.ops if op.kind is Kind.WGRAD]
     assert sorted(wgrads) == [(part, row) for part in range(0, last + 1, 2) for row in range(rows)]
     rebuilt = [(op.part, op.row) for op in plan.ops if op.kind is Kind.RECOMPUTE]
     full, core = plan.slicing.recompute_full, plan.slicing.recompute_core
@@ -183,8 +180,8 @@ def waits_that_block(plan: Plan) -> list[str]:
         if op.kind not in COMPUTES:
             continue
         ready = max((written_at[value] for value in dataflow(op, plan.slicing)[0]), default=-1)
-        if op.kind is Kind.WGRAD:  # starts after its rows' collectives have left
-            ready = max([ready, *(left_at.get((op.part, row), -1) for row in plan.slicing.rows_of(op))])
+        if op.kind is Kind.WGRAD:  # starts after its row's collective has left
+            ready = max(ready, left_at.get((op.part, op.row), -1))
         if op.kind is Kind.TAIL and plan.slicing.sequence_parallel:
             continue  # another row lands between BODY and TAIL, so that its gather has the TAIL to hide behind
         found += [f"{plan.ops[i]} blocks {op}" for i in waits if ready < i < position and plan.ops[i].micro == op.micro]
@@ -201,7 +198,6 @@ def plans_that_overlap(draw: st.DrawFn) -> Plan:
         sequence_rows=draw(st.booleans()),
         sequence_parallel=draw(st.booleans()),
     )
-    plan = wgrad_each_row(plan) if draw(st.booleans()) else plan
     inner = list(range(2, 4 * layers + 1, 2))
     full = draw(st.sets(st.sampled_from(inner)))
     return recompute(plan, full) if full else plan
@@ -243,13 +239,12 @@ def test_weight_gradients_start_after_the_rows_collective_has_left(plan: Plan) -
     position = {op: i for i, op in enumerate(plan.ops)}
     for op in plan.ops:
         if op.kind is Kind.START and op.phase == "B":
-            wgrads = [w for w in plan.ops if w.kind is Kind.WGRAD and w.part == op.part and op.row in plan.slicing.rows_of(w)]
-            assert all(position[op] < position[w] for w in wgrads)
+            assert position[op] < position[Op(Kind.WGRAD, "B", op.part, op.row)]
 
 
-@given(st.integers(0, 4), st.integers(2, 5), st.booleans())
-def test_one_row_computes_while_another_rows_collective_travels(layers: int, rows: int, each_row: bool) -> None:
-    plan = full_plan(layers, rows, 1, each_row, 1)
+@given(st.integers(0, 4), st.integers(2, 5))
+def test_one_row_computes_while_another_rows_collective_travels(layers: int, rows: int) -> None:
+    plan = full_plan(layers, rows, 1, 1)
     position = {op: i for i, op in enumerate(plan.ops)}
     for op in plan.ops:
         if op.kind is Kind.START and op.phase != "S":
@@ -280,7 +275,7 @@ def test_an_op_moved_before_what_it_reads_is_refused_and_shown(plan: Plan, data:
 
 
 def test_waits_out_of_the_order_of_starts_are_refused() -> None:
-    plan = full_plan(1, 2, 1, False, 1)
+    plan = full_plan(1, 2, 1, 1)
     ops = list(plan.ops)
     first = ops.index(Op.parse("m0 waitF2.0"))
     ops.insert(first, ops.pop(ops.index(Op.parse("m0 waitF2.1"))))
@@ -289,7 +284,7 @@ def test_waits_out_of_the_order_of_starts_are_refused() -> None:
 
 
 def test_a_reduction_before_its_last_gradient_is_refused() -> None:
-    plan = full_plan(1, 1, 1, False, 2)
+    plan = full_plan(1, 1, 1, 2)
     start = next(i for i, op in enumerate(plan.ops) if op.kind is Kind.START and op.phase == "S")
     ops = list(plan.ops)
     ops.insert(start - 1, ops.pop(start))
@@ -298,7 +293,7 @@ def test_a_reduction_before_its_last_gradient_is_refused() -> None:
 
 
 def test_parameters_used_before_their_gather_are_refused() -> None:
-    plan = full_plan(1, 1, 1, False, 2, sharding="optim", overlap_gather=True)
+    plan = full_plan(1, 1, 1, 2, sharding="optim", overlap_gather=True)
     ops = list(plan.ops)
     wait = next(i for i, op in enumerate(ops) if is_gather(op) and op.part == 0)
     ops.insert(wait + 1, ops.pop(wait))
@@ -307,14 +302,14 @@ def test_parameters_used_before_their_gather_are_refused() -> None:
 
 
 def test_a_step_that_leaves_a_bucket_ungathered_is_refused() -> None:
-    plan = full_plan(1, 1, 1, False, 2, sharding="optim", overlap_gather=True)
+    plan = full_plan(1, 1, 1, 2, sharding="optim", overlap_gather=True)
     with pytest.raises(PlanError, match=r"writes updated S[01]\.0, which nothing reads"):
         validate(plan.with_ops(op for op in plan.ops if not is_gather(op)))
 
 
 def test_a_gradient_that_changes_while_its_bucket_travels_is_refused() -> None:
     """The memory of a bucket serves the next micro-batch once the reduction has been redeemed, and not before."""
-    paired = pair_micro_batches(full_plan(1, 1, 1, False, 1, sharding="optim_grads"))
+    paired = pair_micro_batches(full_plan(1, 1, 1, 1, sharding="optim_grads"))
     ops = [op for template in step_templates(paired, 2) for op in template]
     wait = ops.pop(ops.index(Op.parse("m0 waitS0.*:reduce_scatter")))
     ops.insert(ops.index(Op.parse("m1 startS0.*:reduce_scatter")), wait)
@@ -323,7 +318,7 @@ def test_a_gradient_that_changes_while_its_bucket_travels_is_refused() -> None:
 
 
 def test_what_follows_the_step_is_refused_unless_it_gathers() -> None:
-    plan = full_plan(1, 1, 1, False, 1)
+    plan = full_plan(1, 1, 1, 1)
     with pytest.raises(PlanError, match=r"m1 bodyF0\.0, follows the optimizer's step"):
         validate(plan.with_ops([*plan.ops, Op.parse("m1 bodyF0.0")]))
 
@@ -340,7 +335,7 @@ def test_a_weight_gradient_before_its_rows_last_collective_has_left_is_refused(r
 
 
 def test_serial_plans_redeem_each_collective_at_once() -> None:
-    plan = serialize(full_plan(2, 3, 2, True, 1))
+    plan = serialize(full_plan(2, 3, 2, 1))
     for op, following in zip(plan.ops, plan.ops[1:], strict=False):
         if op.kind is Kind.START and op.phase != "S":
             assert following == op._replace(kind=Kind.WAIT)
@@ -375,13 +370,12 @@ def reviewed_plans() -> dict[str, str]:
         "rows2": with_step(build_plan(chain, (1, 1)), 2),
         "rows2_optim": with_step(build_plan(chain, (1, 1)), 2, sharding="optim", overlap_gather=True),
         "rows2_optim_grads": with_step(build_plan(chain, (1, 1)), 3, sharding="optim_grads"),
-        "rows2_wgrad_each": wgrad_each_row(build_plan(chain, (1, 1))),
         "columns2": build_plan(chain, (1,), 2),
         "rows2_columns2": build_plan(chain, (1, 1), 2),
-        "sequence_rows3": wgrad_each_row(build_plan(chain, (4, 4, 4), sequence_rows=True)),
+        "sequence_rows3": build_plan(chain, (4, 4, 4), sequence_rows=True),
         "rows2_sequence_parallel": with_step(build_plan(chain, (1, 1), sequence_parallel=True), replica=True),
         "row_groups": build_plan(chain, (1, 1, 1, 1), row_groups=2),
-        "rows2_wgrad_deferred": defer_wgrad(wgrad_each_row(build_plan(chain, (1, 1)))),
+        "rows2_wgrad_deferred": defer_wgrad(build_plan(chain, (1, 1))),
         "rows2_recompute": recompute(build_plan(chain, (1, 1)), full=first_layer),
         "sequence_parallel_recompute": recompute(build_plan(chain, sequence_parallel=True), full=first_layer),
     }

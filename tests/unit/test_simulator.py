@@ -46,7 +46,6 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Shapes, Hardware, int]:
         domino_column_slices=draw(st.sampled_from([1, 2, 4])),
         domino_pair=pair if rows > 1 or pair != "row-groups" else None,  # type: ignore[arg-type]
         domino_defer_wgrad=draw(st.booleans()),
-        domino_wgrad_rows=draw(st.sampled_from(["together", "each"])),
         sequence_parallel=draw(st.booleans()),
         recompute_granularity=draw(st.sampled_from([None, "selective", "full"])),
         data_parallel_sharding_strategy=draw(st.sampled_from(SHARDINGS)),
