@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 
 from domino_lm.config.settings import ConfigError, RunConfig
+from domino_lm.launch.file_checks import known_machine
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.simulate.auto import choose
 from domino_lm.simulate.calibrate import calibrate
-from domino_lm.simulate.hardware import HARDWARE, Hardware, find_hardware
+from domino_lm.simulate.hardware import HARDWARE, Hardware
 from domino_lm.simulate.predict import Setting
+
+T = TypeVar("T")
 
 
 def settle_schedule(run: RunConfig, mesh: ParallelMesh) -> tuple[RunConfig, str]:
     """``run`` with the fastest schedule by simulation in place of auto, and the table that says why.
 
     Every rank must call; rank 0's measurements and choice are everyone's. ``--domino-calibration FILE.json`` is read
-    where it exists and written where it does not. Raises ConfigError, on every rank, where nothing fits.
+    if it exists, and written if it does not. Raises ConfigError, on every rank, if nothing fits.
     """
     if run.schedule.schedule != "auto":
         return run, ""
     hardware = replace(_hardware(run.schedule.domino_calibration, mesh), element_bytes=run.precision.element_bytes)
-    outcome: ConfigError | tuple[RunConfig, str] | None = None
-    if mesh.world.rank == 0:
-        try:
-            choice = choose(Setting.of(run, mesh.world.size, hardware), run.schedule, _memory_bytes(mesh, hardware))
-            outcome = replace(run, schedule=choice.chosen.schedule), f"candidates by simulation on {hardware.name}:\n{choice}"
-        except ConfigError as error:
-            outcome = error
-    settled = mesh.world.broadcast_object(outcome)
-    if isinstance(settled, ConfigError):
-        raise settled
-    return settled
+
+    def settle() -> tuple[RunConfig, str]:
+        choice = choose(Setting.of(run, mesh.world.size, hardware), run.schedule, _memory_bytes(mesh, hardware))
+        return replace(run, schedule=choice.chosen.schedule), f"candidates by simulation on {hardware.name}:\n{choice}"
+
+    return _from_rank_0(mesh, settle)
 
 
 def _hardware(given: str | None, mesh: ParallelMesh) -> Hardware:
     """What is known by name or file, else measured: by every rank of a TP group together, rank 0's group counts."""
-    known: Hardware | ConfigError | None = None
-    if mesh.world.rank == 0 and given is not None and (not given.endswith(".json") or Path(given).exists()):
-        try:
-            known = find_hardware(given)
-        except ConfigError as error:
-            known = ConfigError(str(error).replace("--hardware", "--domino-calibration"))
-    known = mesh.world.broadcast_object(known)
-    if isinstance(known, ConfigError):
-        raise known
+    known = _from_rank_0(mesh, lambda: known_machine(given))
     if known is not None:
         return known
     if mesh.device.type != "cpu":
@@ -58,6 +49,20 @@ def _hardware(given: str | None, mesh: ParallelMesh) -> Hardware:
     if given is not None and mesh.world.rank == 0:
         measured.write_json(given)
     return measured
+
+
+def _from_rank_0(mesh: ParallelMesh, ask: Callable[[], T]) -> T:
+    """Rank 0's answer, or its ConfigError, on every rank."""
+    answer: T | ConfigError | None = None
+    if mesh.world.rank == 0:
+        try:
+            answer = ask()
+        except ConfigError as error:
+            answer = error
+    answer = mesh.world.broadcast_object(answer)
+    if isinstance(answer, ConfigError):
+        raise answer
+    return cast("T", answer)
 
 
 def _memory_bytes(mesh: ParallelMesh, hardware: Hardware) -> float:

@@ -254,7 +254,7 @@ def _length_faults(run: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _optimizer_faults(run: RunConfig) -> Iterator[str]:
-    """Learning rates and schedule lengths out of order."""
+    """Learning rates, and the lengths of their warm-up and decay, out of order."""
     optimizer = run.optimizer
     if optimizer.min_lr > optimizer.lr:
         yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; exchange or lower it."
@@ -273,7 +273,7 @@ def _optimizer_faults(run: RunConfig) -> Iterator[str]:
         if decay is not None and warmup >= decay:
             yield f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} {_unit_name(unit)} of the decay; use less."
         if decay is not None and anneal is not None and anneal + warmup > decay:
-            yield f"--lr-wsd-decay-{unit} {anneal} and the warm-up do not fit into the {decay} {_unit_name(unit)} of the schedule; use less."
+            yield f"--lr-wsd-decay-{unit} {anneal} and the warm-up do not fit into the {decay} {_unit_name(unit)} of the decay; use less."
 
 
 def _unit_faults(run: RunConfig) -> Iterator[str]:
@@ -304,12 +304,12 @@ def _checkpoint_faults(run: RunConfig) -> Iterator[str]:
         yield f"--save-interval {checkpoint.save_interval} has no folder to save in: give --save."
     if checkpoint.no_save_optim and checkpoint.save is None:
         yield "--no-save-optim says how to save, but nothing is saved: give --save, or leave it out."
-    schedules = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
-    for name in ("exit_on_missing_checkpoint", "finetune", "no_load_optim", "ckpt_step", *schedules):
+    rate_flags = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    for name in ("exit_on_missing_checkpoint", "finetune", "no_load_optim", "ckpt_step", *rate_flags):
         if getattr(checkpoint, name) and checkpoint.load is None:
             yield f"{_flag(name)} says how to load, but nothing is loaded: give --load, or leave it out."
-    if all(getattr(checkpoint, name) for name in schedules):
-        yield f"{' and '.join(map(_flag, schedules))} take the learning rate from either side; leave one out."
+    if all(getattr(checkpoint, name) for name in rate_flags):
+        yield f"{' and '.join(map(_flag, rate_flags))} take the learning rate from either side; leave one out."
 
 
 def _flag(name: str) -> str:

@@ -36,10 +36,12 @@ def file_faults(run: RunConfig) -> Iterator[str]:
     yield from _calibration_faults(run.schedule.domino_calibration)
 
 
-def calibration(name: str) -> Hardware:
-    """The machine that ``--domino-calibration`` names, or that its file holds. Raises ConfigError."""
+def known_machine(given: str | None) -> Hardware | None:
+    """The machine that ``--domino-calibration`` names, or that its file holds; None if it is still to be measured. Raises ConfigError."""
+    if given is None or (given.endswith(".json") and not Path(given).exists()):
+        return None
     try:
-        return find_hardware(name)
+        return find_hardware(given)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--hardware", "--domino-calibration")) from error
 
@@ -57,12 +59,13 @@ def _calibration_faults(given: str | None) -> Iterator[str]:
     """A calibration that is damaged, or that cannot be written where it does not exist."""
     if given is None:
         return
-    if given.endswith(".json") and not Path(given).exists():
-        yield from _folder_fault("--domino-calibration", Path(given).absolute().parent)
-        if not Path(given).absolute().parent.is_dir():
-            yield f"--domino-calibration {given} would be written into a folder that is not there; make it first."
-        return
     try:
-        calibration(given)
+        machine = known_machine(given)
     except ConfigError as error:
         yield str(error)
+        return
+    folder = Path(given).absolute().parent
+    if machine is None:
+        yield from _folder_fault("--domino-calibration", folder)
+        if not folder.is_dir():
+            yield f"--domino-calibration {given} would be written into a folder that is not there; make it first."

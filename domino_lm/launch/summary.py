@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 
 from domino_lm.config.batch_plan import BatchPlan, data_parallel_size
 from domino_lm.config.schema import flat_values, settings
 from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
-from domino_lm.launch.file_checks import calibration
+from domino_lm.launch.file_checks import known_machine
 from domino_lm.schedule.cuts import Uncut, resolve_cut, resolved_schedule
 from domino_lm.schedule.passes import step_templates
 from domino_lm.schedule.plan import Plan
@@ -28,8 +27,8 @@ MIB = 2**20
 ASSUMED_MACHINE = "dgx-h100"
 """Where --dry-run simulates --schedule auto without a calibration."""
 
-SHARES = ("use_distributed_optimizer", "data_parallel_sharding_strategy", "overlap_param_gather")
-DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+SHARES = "use_distributed_optimizer data_parallel_sharding_strategy overlap_param_gather"
+DYNAMIC_LOSS_SCALE = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
 SHOWN_MICRO_BATCHES = 3
 """One step's memory is at its peak by then: later micro-batches repeat the earlier ones."""
 
@@ -150,11 +149,11 @@ def foreseen_schedule(run: RunConfig, world_size: int) -> tuple[RunConfig, str]:
     if run.schedule.schedule != "auto":
         return run, ""
     given = run.schedule.domino_calibration
-    at_hand = given is not None and (not given.endswith(".json") or Path(given).exists())
-    hardware = replace(calibration(given if at_hand and given else ASSUMED_MACHINE), element_bytes=run.precision.element_bytes)
+    known = known_machine(given)
+    hardware = replace(known or HARDWARE[ASSUMED_MACHINE], element_bytes=run.precision.element_bytes)
     limit = hardware.device.memory_bytes / world_size if hardware.host_blocks else hardware.device.memory_bytes
     choice = choose(Setting.of(run, world_size, hardware), run.schedule, limit)
-    basis = f"as {given} says" if at_hand else f"assumed to be {ASSUMED_MACHINE}, since nothing is measured yet; the run itself decides"
+    basis = f"as {given} says" if known else f"assumed to be {ASSUMED_MACHINE}, since nothing is measured yet; the run itself decides"
     told = f"what auto would choose on {hardware.name} ({basis}; activations of {hardware.element_bytes} bytes):\n{choice}"
     return replace(run, schedule=choice.chosen.schedule), told
 
@@ -227,33 +226,29 @@ def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
     model, tp, replicas = run.model, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
     rope, constant = model.position_embedding_type == "rope", run.optimizer.lr_decay_style == "constant"
     dynamic, checked = run.precision.dynamic_loss_scale, run.training.check_for_nan_in_loss_and_grad
-    idle = {
-        "sequence_parallel": (tp == 1, "one tensor-parallel rank has nobody to share with"),
-        "domino_pair": (tp == 1, "one tensor-parallel rank has no all-reduce to hide"),
-        "ddp_bucket_size": (replicas == 1, "a single replica reduces nothing"),
-        "overlap_grad_reduce": (replicas == 1, "a single replica reduces nothing"),
-        **dict.fromkeys(SHARES, (replicas == 1, "a single replica has nobody to share with")),
-        "rotary_base": (not rope, "positions are learned"),
-        "max_position_embeddings": (rope, "RoPE has no table of positions"),
-        "bias_gelu_fusion": (model.swiglu, "--swiglu has no GELU"),
-        "min_lr": (constant, "--lr-decay-style constant keeps the rate"),
-        "lr_decay_iters": (constant, "--lr-decay-style constant keeps the rate"),
-        "lr_decay_samples": (constant, "--lr-decay-style constant keeps the rate"),
-        "eval_iters": (not run.training.eval_interval, "--eval-interval 0 evaluates nothing"),
-        "timeline_iteration": (run.logging.timeline is None, "--timeline names no file"),
-        "tensorboard_log_interval": (run.logging.tensorboard_dir is None, "--tensorboard-dir names no folder"),
-        "wandb_exp_name": (run.logging.wandb_project is None, "--wandb-project names no project"),
-        "wandb_save_dir": (run.logging.wandb_project is None, "--wandb-project names no project"),
-        "full_validation": (not run.training.eval_interval, "--eval-interval 0 evaluates nothing"),
-        "multiple_validation_sets": (not run.training.eval_interval, "--eval-interval 0 evaluates nothing"),
-        "distributed_timeout_minutes": (world_size == 1, "one rank waits for nobody"),
-        **dict.fromkeys(DYNAMIC_LOSS_SCALE, (not dynamic, "no loss scale is dynamic")),
-        "max_skipped_steps": (checked is not None, f"--{'' if checked else 'no-'}check-for-nan-in-loss-and-grad says what happens"),
-    }
+    evaluates, logs = run.training.eval_interval, run.logging
+    idle = (
+        ("sequence_parallel", tp == 1, "one tensor-parallel rank has nobody to share with"),
+        ("domino_pair", tp == 1, "one tensor-parallel rank has no all-reduce to hide"),
+        ("ddp_bucket_size overlap_grad_reduce", replicas == 1, "a single replica reduces nothing"),
+        (SHARES, replicas == 1, "a single replica has nobody to share with"),
+        ("rotary_base", not rope, "positions are learned"),
+        ("max_position_embeddings", rope, "RoPE has no table of positions"),
+        ("bias_gelu_fusion", model.swiglu, "--swiglu has no GELU"),
+        ("min_lr lr_decay_iters lr_decay_samples", constant, "--lr-decay-style constant keeps the rate"),
+        ("eval_iters full_validation multiple_validation_sets", not evaluates, "--eval-interval 0 evaluates nothing"),
+        ("timeline_iteration", logs.timeline is None, "--timeline names no file"),
+        ("tensorboard_log_interval", logs.tensorboard_dir is None, "--tensorboard-dir names no folder"),
+        ("wandb_exp_name wandb_save_dir", logs.wandb_project is None, "--wandb-project names no project"),
+        ("distributed_timeout_minutes", world_size == 1, "one rank waits for nobody"),
+        (DYNAMIC_LOSS_SCALE, not dynamic, "no loss scale is dynamic"),
+        ("max_skipped_steps", checked is not None, f"--{'' if checked else 'no-'}check-for-nan-in-loss-and-grad says what happens"),
+    )
     values, defaults = flat_values(run), {item.name: item.default for item in settings()}
-    for name, (nothing, why) in idle.items():
-        if nothing and values[name] != defaults[name]:
-            yield f"--{name.replace('_', '-')} {values[name]}: {why}"
+    for names, nothing, why in idle:
+        for name in names.split() if nothing else ():
+            if values[name] != defaults[name]:
+                yield f"--{name.replace('_', '-')} {values[name]}: {why}"
 
 
 def changed_settings(run: RunConfig) -> str:

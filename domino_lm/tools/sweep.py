@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from domino_lm.config.settings import ConfigError, ModelConfig
 from domino_lm.launch.checks import can_shard
-from domino_lm.schedule.cuts import Uncut, cut_faults
 from domino_lm.schedule.render import MissingMatplotlibError, write_png
 from domino_lm.simulate.hardware import Hardware
-from domino_lm.simulate.predict import Setting, optimum, predict, sliced
+from domino_lm.simulate.predict import Setting, obstacle, optimum, predict, sliced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +52,6 @@ class Point(NamedTuple):
     fits: bool
 
 
-class _Task(NamedTuple):
-    model: ModelConfig
-    hardware: Hardware
-    devices: int
-    tensor_parallel: int
-    rows: int
-    cols: int
-    micro_batch_size: int
-    seq_length: int
-    micro_batches: int
-
-
 def sweep(model: ModelConfig, hardware: Hardware, grid: Grid, processes: int) -> list[Point]:
     """Every point of ``grid`` that can run, in the order of the grid. Raises ConfigError where none can."""
     tasks = list(_tasks(model, hardware, grid))
@@ -74,39 +61,40 @@ def sweep(model: ModelConfig, hardware: Hardware, grid: Grid, processes: int) ->
             "choose TP sizes that divide all three, and rows no more than the micro-batch size."
         )
     if processes == 1:
-        return [_point(task) for task in tasks]
+        return [_point(*task) for task in tasks]
     with multiprocessing.Pool(processes) as pool:
-        return pool.map(_point, tasks, chunksize=8)
+        return pool.starmap(_point, tasks, chunksize=8)
 
 
-def _tasks(model: ModelConfig, hardware: Hardware, grid: Grid) -> Iterator[_Task]:
+def _tasks(model: ModelConfig, hardware: Hardware, grid: Grid) -> Iterator[tuple[Setting, int, int]]:
+    """Settings that can run, each with its rows and columns."""
     axes = (grid.devices, grid.tensor_parallel, grid.rows, grid.cols, grid.micro_batch_size, grid.seq_length)
     for devices, tp, rows, cols, micro_batch_size, seq_length in product(*axes):
-        faults = cut_faults(sliced(rows, cols), Uncut(micro_batch_size, seq_length, model.hidden_size, tp))
-        useful = tp > 1 or rows == cols == 1
-        if useful and devices % tp == 0 and can_shard(model, tp) and not any(faults):
-            yield _Task(model, hardware, devices, tp, rows, cols, micro_batch_size, seq_length, grid.micro_batches)
+        if devices % tp or not can_shard(model, tp) or (tp == 1 and rows * cols > 1):
+            continue
+        setting = Setting(
+            model=replace(model, seq_length=seq_length, max_position_embeddings=None),
+            hardware=hardware,
+            tensor_parallel=tp,
+            data_parallel=devices // tp,
+            micro_batch_size=micro_batch_size,
+            micro_batches=grid.micro_batches,
+        )
+        if not obstacle(setting, sliced(rows, cols)):
+            yield setting, rows, cols
 
 
-def _point(task: _Task) -> Point:
-    setting = Setting(
-        model=replace(task.model, seq_length=task.seq_length, max_position_embeddings=None),
-        hardware=task.hardware,
-        tensor_parallel=task.tensor_parallel,
-        data_parallel=task.devices // task.tensor_parallel,
-        micro_batch_size=task.micro_batch_size,
-        micro_batches=task.micro_batches,
-    )
-    step = predict(setting, sliced(task.rows, task.cols))
+def _point(setting: Setting, rows: int, cols: int) -> Point:
+    step = predict(setting, sliced(rows, cols))
     memory = step.memory.total
     return Point(
-        task.devices,
-        task.tensor_parallel,
+        setting.devices,
+        setting.tensor_parallel,
         setting.data_parallel,
-        task.rows,
-        task.cols,
-        task.micro_batch_size,
-        task.seq_length,
+        rows,
+        cols,
+        setting.micro_batch_size,
+        setting.model.seq_length,
         step.step_s,
         step.tokens_per_s_per_device,
         step.mfu,
@@ -115,7 +103,7 @@ def _point(task: _Task) -> Point:
         step.exposed_s("S"),
         optimum(setting).step_s / step.step_s,
         memory,
-        memory <= task.hardware.device.memory_bytes,
+        memory <= setting.hardware.device.memory_bytes,
     )
 
 
