@@ -107,8 +107,8 @@ def test_a_command_for_a_cluster_is_sound_as_it_is_typed(command: str, desk: Pat
     assert "missing   " not in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [pytest.param("gpt3", marks=pytest.mark.exhaustive), "llama"])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt3", "llama"])
 def test_the_command_for_two_cpu_processes_trains_on_the_demos_tokens(family: str, desk: Path) -> None:
     commands = commands_for("test_the_command_for_two_cpu_processes_trains_on_the_demos_tokens")
     (command,) = (command for command in commands if f"examples/{family}/" in command)

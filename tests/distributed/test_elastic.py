@@ -24,7 +24,7 @@ def last_loss(mesh: ParallelMesh, tokens: Path) -> float:
     return steps(built(mesh, tokens, FLAGS), STEPS)[-1].loss
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_loses_a_rank_ends_as_the_unbroken_one(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     tokens, saved = write_tokens(tmp_path), tmp_path / "saved"
     launcher = "-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=1 -m domino_lm.pretrain"

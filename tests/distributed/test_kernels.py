@@ -43,8 +43,9 @@ def compiled_difference(mesh: ParallelMesh, model: ModelConfig, schedule: Schedu
     return worst_difference(gradients(mesh, model, schedule, KernelConfig(compile=True, compile_backend=backend), dtype), plain)
 
 
-@pytest.mark.parametrize("schedule", CUTS.values(), ids=CUTS.keys())
-@pytest.mark.parametrize("model", [replace(GPT, hidden_dropout=0.1), LLAMA], ids=["gpt-dropout", "llama"])
+@pytest.mark.parametrize(
+    ("model", "schedule"), list(zip([replace(GPT, hidden_dropout=0.1), LLAMA], CUTS.values(), strict=True)), ids=CUTS.keys()
+)
 def test_compiled_kernels_give_the_same_gradients(ranks: Ranks, model: ModelConfig, schedule: ScheduleConfig) -> None:
     assert max(ranks(2).run(compiled_difference, model, schedule, "aot_eager", torch.float64)) < 1e-12
 

@@ -226,10 +226,10 @@ def test_epochs_of_a_large_corpus_are_planned_exactly() -> None:
     assert (epochs.repeats, epochs.samples_before_final) == (3, (2 * (3 * 10**12 + 1) - 1) // 2048)
 
 
-@pytest.mark.parametrize(("samples", "separate"), [(10, False), (17, True), (18, False), (20, False), (21, True), (28, False)])
+@pytest.mark.parametrize(("samples", "separate"), [(100, False), (179, True), (180, False), (200, False), (279, True), (280, False)])
 def test_a_final_epoch_is_shuffled_apart_when_less_than_eight_tenths_of_it_are_needed(samples: int, separate: bool) -> None:
-    """Ten samples of ten tokens an epoch, and none across its end: 7 of a further epoch stand apart, 8 do not."""
-    assert plan_epochs(100, samples, 10, 0).separate_final is separate
+    """A hundred samples of ten tokens an epoch, and none across its end: 79 of a further epoch stand apart, 80 do not."""
+    assert plan_epochs(1000, samples, 10, 0).separate_final is separate
 
 
 def test_a_separate_final_epoch_stays_behind_the_others() -> None:
