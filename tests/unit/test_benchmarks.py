@@ -236,6 +236,7 @@ def test_a_command_runs_on_every_rank_of_a_bridge() -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] rank {rank} of 3" for rank in range(3)]
 
 
+@pytest.mark.long
 @needs_network
 @pytest.mark.slow
 def test_a_comparison_writes_every_round_and_leaves_no_network(tmp_path: Path) -> None:
