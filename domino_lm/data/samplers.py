@@ -5,65 +5,54 @@ the uninterrupted run would have read.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import dataclass, field
 
 
 class LoaderError(ValueError):
     """Settings of the sampler that cannot work, or a read past the last sample."""
 
 
-class Sampler(Protocol):
-    """Yields the sample numbers of one rank's micro-batches, from ``consumed_samples`` on."""
+@dataclass(kw_only=True)
+class Sampler:
+    """Yields the sample numbers of one rank's micro-batches, from ``consumed_samples`` (of all ranks) on."""
 
-    total_samples: int
-    consumed_samples: int
-    samples_per_step: int
+    total_samples: int = field(kw_only=False)
+    micro_batch_size: int = 1
+    consumed_samples: int = 0
+    data_parallel_rank: int = 0
+    data_parallel_size: int = 1
 
-    def __iter__(self) -> Iterator[list[int]]: ...
-
-
-class _Dealt:
-    """What all samplers hold: the samples, how many are consumed, and this rank's place among those that share a step."""
-
-    def __init__(
-        self, total_samples: int, micro_batch_size: int, consumed_samples: int, data_parallel_rank: int, data_parallel_size: int
-    ) -> None:
-        if micro_batch_size < 1:
-            raise LoaderError(f"--micro-batch-size {micro_batch_size} holds no sample; use at least 1.")
-        if not 0 <= data_parallel_rank < data_parallel_size:
-            raise LoaderError(f"data-parallel rank {data_parallel_rank} is outside 0..{data_parallel_size - 1}.")
-        if total_samples < 1:
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1:
+            raise LoaderError(f"--micro-batch-size {self.micro_batch_size} holds no sample; use at least 1.")
+        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
+            raise LoaderError(f"data-parallel rank {self.data_parallel_rank} is outside 0..{self.data_parallel_size - 1}.")
+        if self.total_samples < 1:
             raise LoaderError("the data set has 0 samples; use more data or another --split.")
-        self.total_samples, self.consumed_samples, self.micro_batch_size = total_samples, consumed_samples, micro_batch_size
-        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
-        self.samples_per_step = micro_batch_size * data_parallel_size
+        self.samples_per_step = self.micro_batch_size * self.data_parallel_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        raise NotImplementedError
 
 
-class SequentialSampler(_Dealt):
+@dataclass(kw_only=True)
+class SequentialSampler(Sampler):
     """Consecutive samples, dealt to the data-parallel ranks in blocks of one micro-batch.
 
-    Of each ``micro_batch_size * data_parallel_size`` samples, rank r takes the r-th micro-batch. It starts at
-    ``consumed_samples``, which counts the samples of all ranks, and makes one pass: epochs are the data set's business.
-    An incomplete block at the end is dropped; without ``drop_last`` the ranks get what there is, perhaps nothing.
+    Of each ``micro_batch_size * data_parallel_size`` samples, rank r takes the r-th micro-batch. It makes one pass:
+    epochs are the data set's business. An incomplete block at the end is dropped; without ``drop_last`` the ranks get
+    what there is, perhaps nothing.
     """
 
-    def __init__(
-        self,
-        total_samples: int,
-        *,
-        micro_batch_size: int,
-        consumed_samples: int = 0,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        drop_last: bool = True,
-    ) -> None:
-        super().__init__(total_samples, micro_batch_size, consumed_samples, data_parallel_rank, data_parallel_size)
-        if not 0 <= consumed_samples < total_samples:
+    drop_last: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.consumed_samples < self.total_samples:
             raise LoaderError(
-                f"{consumed_samples} samples are consumed already, but the data set has {total_samples}: nothing is left to read; "
+                f"{self.consumed_samples} samples are consumed already, but the data set has {self.total_samples}: nothing is left to read; "
                 "raise --train-iters so that the data set is built with more epochs, or start anew."
             )
-        self.drop_last = drop_last
 
     def __len__(self) -> int:
         """Micro-batches that each rank gets."""
@@ -76,37 +65,30 @@ class SequentialSampler(_Dealt):
             yield list(range(min(begin, self.total_samples), min(begin + self.micro_batch_size, self.total_samples)))
 
 
-class CyclicSampler(_Dealt):
+@dataclass(kw_only=True)
+class CyclicSampler(Sampler):
     """A new permutation of the samples in every epoch, without end; the order depends on the number of the epoch alone.
 
     With ``data_sharding`` each rank permutes a share of its own, otherwise the ranks take turns in one permutation of
     all. What does not fill a step of all ranks is left out of its epoch.
     """
 
-    def __init__(
-        self,
-        total_samples: int,
-        *,
-        micro_batch_size: int,
-        consumed_samples: int = 0,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-        data_sharding: bool = True,
-    ) -> None:
-        super().__init__(total_samples, micro_batch_size, consumed_samples, data_parallel_rank, data_parallel_size)
-        if total_samples < self.samples_per_step:
+    data_sharding: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.total_samples < self.samples_per_step:
             raise LoaderError(
-                f"the data set has {total_samples} samples, less than --micro-batch-size {micro_batch_size} x data-parallel size "
-                f"{data_parallel_size}: --dataloader-type cyclic has no step to give; use more data or a smaller micro-batch."
+                f"the data set has {self.total_samples} samples, less than --micro-batch-size {self.micro_batch_size} x data-parallel size "
+                f"{self.data_parallel_size}: --dataloader-type cyclic has no step to give; use more data or a smaller micro-batch."
             )
-        self.epoch_samples = total_samples - total_samples % self.samples_per_step
-        if consumed_samples < 0 or consumed_samples % self.epoch_samples % self.samples_per_step:
+        self.epoch_samples = self.total_samples - self.total_samples % self.samples_per_step
+        if self.consumed_samples < 0 or self.consumed_samples % self.epoch_samples % self.samples_per_step:
             raise LoaderError(
-                f"{consumed_samples} samples are consumed already, which is no whole number of steps of {self.samples_per_step} samples into "
-                f"an epoch of {self.epoch_samples}; resume with the micro-batch size and data-parallel size that were used, or with "
+                f"{self.consumed_samples} samples are consumed already, which is no whole number of steps of {self.samples_per_step} samples "
+                f"into an epoch of {self.epoch_samples}; resume with the micro-batch size and data-parallel size that were used, or with "
                 "--dataloader-type single."
             )
-        self.data_sharding = data_sharding
 
     def __iter__(self) -> Iterator[list[int]]:
         consumed = self.consumed_samples
@@ -131,12 +113,12 @@ class CyclicSampler(_Dealt):
             yield order[begin : begin + self.micro_batch_size]
 
 
-class FullPassSampler(_Dealt):
+class FullPassSampler(Sampler):
     """Every sample once, dealt to the ranks one by one; rank r reads r, r + ranks, ... Later ranks may get one less."""
 
-    def __init__(self, total_samples: int, *, micro_batch_size: int = 1, data_parallel_rank: int = 0, data_parallel_size: int = 1) -> None:
-        super().__init__(total_samples, micro_batch_size, 0, data_parallel_rank, data_parallel_size)
-        self._mine = range(data_parallel_rank, total_samples, data_parallel_size)
+    @property
+    def _mine(self) -> range:
+        return range(self.data_parallel_rank, self.total_samples, self.data_parallel_size)
 
     def __len__(self) -> int:
         """Micro-batches of this rank; its last one may be short."""
