@@ -51,17 +51,28 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; the message names the file or tensor and the way out."""
 
 
-class _Record:
-    """What the index says about one object: the name of its class, and the state it would have had."""
+class Inert:
+    """What a file says about one object of a class that is not loaded: the class's name and the object's state."""
 
-    kind = ""
+    name = ""
     state: Any = None
 
-    def __init__(self, *args: Any) -> None:
-        """Arguments of enumerations and paths are accepted; nothing here needs them."""
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Arguments are accepted; nothing here needs them."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
+
+
+def unreadable(what: str, kind: str, error: Exception) -> CheckpointError:
+    """The error for a file that should be of a ``kind``; a damaged pickle or archive raises nearly any exception."""
+    if isinstance(error, OSError):
+        return CheckpointError(f"{what} cannot be read ({error.strerror or error}); take another checkpoint")
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return CheckpointError(
+        f"{what}: not {kind}, or damaged: {reason}. "
+        "Nothing in it was run and nothing was loaded; take another checkpoint, and only from people you trust."
+    )
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -70,7 +81,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()):
             # A class of its own for each name and load: a file that rewrites the class reaches nobody else.
-            return type(name, (_Record,), {"kind": name})
+            return type(name, (Inert,), {"name": name})
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) == ("builtins", "getattr"):
@@ -83,9 +94,9 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to an object outside the file")
 
 
-def _member(owner: Any, name: str) -> _Record:
+def _member(owner: Any, name: str) -> Inert:
     """What stands for ``getattr``, with which Python before 3.11.4 pickles a member of an enumeration: an empty record."""
-    if isinstance(owner, type) and issubclass(owner, _Record):
+    if isinstance(owner, type) and issubclass(owner, Inert):
         return owner()
     raise pickle.UnpicklingError("it names builtins.getattr of something else than a record, which no checkpoint index holds")
 
@@ -101,15 +112,8 @@ def read_metadata(folder: Path) -> Metadata:
         with path.open("rb") as file:
             index = _IndexUnpickler(file).load()
         return _rebuild(index)
-    except OSError as error:
-        raise CheckpointError(f"{path}: the checkpoint's index cannot be read ({error.strerror}); take another checkpoint") from error
     except Exception as error:
-        # A damaged pickle raises nearly any exception.
-        reason = str(error) or type(error).__name__
-        raise CheckpointError(
-            f"{path}: not the index of a PyTorch distributed checkpoint, or damaged: {reason}. "
-            "Nothing in it was run and nothing was loaded; take another checkpoint, and only from people you trust."
-        ) from error
+        raise unreadable(f"{path}: the checkpoint's index", "that of a PyTorch distributed checkpoint", error) from error
 
 
 def missing_data(folder: Path, metadata: Metadata) -> list[str]:
@@ -138,11 +142,11 @@ def _rebuild(index: Any) -> Metadata:
 
 
 def _storage(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(record, _Record) and record.kind == "BytesStorageMetadata":
+    if isinstance(record, Inert) and record.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
     fields = _fields(record, "TensorStorageMetadata")
     properties = fields["properties"]
-    dtype = properties.state[0] if isinstance(properties, _Record) else None
+    dtype = properties.state[0] if isinstance(properties, Inert) else None
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"a tensor of type {dtype!r}")
     chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
@@ -170,7 +174,7 @@ def _place(record: Any) -> _StorageInfo:
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(record, _Record) or record.kind != kind or not isinstance(record.state, dict):
+    if not isinstance(record, Inert) or record.name != kind or not isinstance(record.state, dict):
         raise TypeError(f"{kind} expected, found {type(record).__name__}")
     return record.state
 

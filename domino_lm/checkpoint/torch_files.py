@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.index import Inert, unreadable
 
 # Packages whose names a training state may hold. They are never imported for it: a record stands in for each name.
 _KNOWN = {
@@ -29,19 +29,6 @@ _KNOWN = {
     "pathlib",
     "enum",
 }
-
-
-class Inert:
-    """What a file says about one object of a class that is not loaded: the class's name and the object's state."""
-
-    name = ""
-    state: Any = None
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        """Arguments are accepted; nothing here needs them."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
 
 
 def load_torch_file(source: Path | bytes, what: str) -> Any:
@@ -60,15 +47,8 @@ def load_torch_file(source: Path | bytes, what: str) -> Any:
             if isinstance(source, Path):
                 return torch.load(str(source), map_location="cpu", weights_only=True, mmap=True)
             return torch.load(BytesIO(source), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{what}: cannot be read ({error.strerror or error}); take another checkpoint") from error
     except Exception as error:
-        # A damaged archive or pickle raises nearly any exception.
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{what}: not a file of torch.save, or damaged: {reason}. "
-            "Nothing in it was run and nothing was loaded; take another checkpoint, and only from people you trust."
-        ) from error
+        raise unreadable(what, "a file of torch.save", error) from error
 
 
 def values_of(namespace: Any) -> dict[str, Any]:
