@@ -62,62 +62,66 @@ def build_plan(
 
 
 def _forward(slicing: Slicing, rows: range) -> Iterator[Op]:
-    """Part by part, row by row, up to the statistics of the cross entropy."""
+    """Part by part, row by row: a row lands, computes, and sends each column block as soon as it is computed; the head sends statistics."""
     items = [(part, row) for part in range(0, slicing.last + 1, 2) for row in rows]
-    return _walk(slicing, items, "F", len(rows))
+    if slicing.sequence_parallel and len(rows) > 1:
+        yield from _staggered(slicing, "F", items, len(rows))
+        return
+    for part, row in items:
+        if part > 0:
+            yield from _land(slicing, "F", part, row)
+            yield from _gather(slicing, "F", part, row)
+        yield from _compute(slicing, "F", part, row)
+        yield from _send(slicing, "F", part, row)
 
 
 def _backward(slicing: Slicing, rows: range) -> Iterator[Op]:
-    """From the losses down, row by row; a row's collective leaves before its weight gradient starts.
+    """From the losses down, row by row: a row lands, computes and sends; its weight gradient follows right behind its collective.
 
-    Rows of one sequence go back from last to first where a part couples them, and so from the first such part on.
+    Rows of one sequence go back from last to first once a part couples them, and from there on.
     """
     items, order = [], list(rows)
     for part in range(slicing.last, -1, -2):
         if slicing.coupled(part):
             order = sorted(rows, reverse=True)
         items += [(part, row) for row in order]
-    return _walk(slicing, items, "B", len(rows))
+    if slicing.sequence_parallel and len(rows) > 1:
+        yield from _staggered(slicing, "B", items, len(rows))
+        return
+    for part, row in items:
+        yield from _land(slicing, "B", part, row)
+        if part < slicing.last:
+            yield from _gather(slicing, "B", part, row)
+        yield from _compute(slicing, "B", part, row)
+        yield from _send(slicing, "B", part, row)
 
 
-def _walk(slicing: Slicing, items: Sequence[Item], phase: str, rows: int) -> Iterator[Op]:
-    """The order of one direction. An item lands (wait, LOCAL; at the head LOSS), computes (BODY) and sends (TAIL, START).
+def _staggered(slicing: Slicing, phase: str, items: Sequence[Item], rows: int) -> Iterator[Op]:
+    """Several rows under sequence parallelism: between BODY and TAIL of one row, the row that was sent last lands and the next one's gather
+    sets out, so that a reduce-scatter travels behind a BODY and an all-gather behind a TAIL.
 
-    Items land in the order in which they were sent. Without sequence parallelism an item lands right before it
-    computes. With it, another row lands between an item's BODY and TAIL: that row's reduce-scatter has travelled behind
-    the BODY, and its all-gather will travel behind the TAIL.
+    Where rows turn round, the row that was sent last is next itself: it lands and gathers with nothing to hide behind.
     """
-    staggered = slicing.sequence_parallel and rows > 1
-    sent: deque[Item] = deque(items[:rows] if phase == "B" else ())
-    landed: set[Item] = set(items[:rows] if phase == "F" else ())
-    gathered: set[Item] = set(items[:rows])
-
-    def land(item: Item) -> Iterator[Op]:
-        while item not in landed:
-            landed.add(sent[0])
-            yield from _land(slicing, phase, *sent.popleft())
-
-    def gather(item: Item) -> Iterator[Op]:
-        if item in landed and item not in gathered:
-            gathered.add(item)
-            yield from _gather(slicing, phase, *item)
-
-    for position, item in enumerate(items):
-        part, row = item
-        yield from land(item)
-        yield from gather(item)
+    gathered = True  # nothing is gathered for the first part
+    for position, (part, row) in enumerate(items):
+        turned = position >= rows and row == items[position - 1][1]
+        if turned or (phase == "B" and position < rows):
+            yield from _land(slicing, phase, part, row)
+        if position >= rows and not gathered:
+            yield from _gather(slicing, phase, part, row)
         yield from _compute(slicing, phase, part, row)
-        if staggered and position >= rows - 1 and sent:
-            yield from land(sent[0] if position == rows - 1 else sent[-1])
-            yield from gather(items[position + 1]) if position + 1 < len(items) else ()
+        # the last row of the first part is followed by the first one; then the others of that part have been sent, too
+        sent = range(1, rows) if position == rows else [position - 1 if position >= rows else 0]
+        landing = [_next(phase, items[i]) for i in sent]
+        gathered = False
+        if position >= rows - 1 and not turned and 0 <= landing[-1][0] <= slicing.last:
+            for item in landing:
+                yield from _land(slicing, phase, *item)
+            following = items[position + 1]
+            if following[1] != row:
+                yield from _gather(slicing, phase, *following)
+                gathered = True
         yield from _send(slicing, phase, part, row)
-        if 0 <= _next(phase, item)[0] <= slicing.last:
-            sent.append(_next(phase, item))
-        if phase == "B":
-            if slicing.sequence_parallel and part:
-                yield Op(Kind.WAIT, "B", part, row, collective="gather_input")
-            if slicing.chain[part].backward_collective is not None:
-                yield Op(Kind.WGRAD, "B", part, row)
 
 
 def _next(phase: str, item: Item) -> Item:
@@ -146,7 +150,7 @@ def _gather(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
 def _compute(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
     """BODY, after the tokens that it needs have come; the head goes back from its loss, without one.
 
-    The input that a weight gradient needs sets out behind the input gradient.
+    The input that a weight gradient needs sets out behind the input gradient. If nothing leaves, the weight gradient follows at once.
     """
     if slicing.sequence_parallel and part != (0 if phase == "F" else slicing.last):
         yield Op(Kind.WAIT, phase, part, row, collective="all_gather")
@@ -159,7 +163,7 @@ def _compute(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
 
 
 def _send(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
-    """Each column block travels as soon as it is computed; nothing stands between a tail and its start."""
+    """Each column block travels as soon as it is computed; nothing stands between a tail and its start. Then the weight gradient."""
     spec = slicing.chain[part]
     collective = spec.forward_collective if phase == "F" else spec.backward_collective
     if collective == "statistics":
@@ -168,6 +172,10 @@ def _send(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
         for col in range(slicing.cols):
             yield Op(Kind.TAIL, phase, part, row, col)
             yield Op(Kind.START, phase, part, row, col, collective=slicing.leaving)
+        if phase == "B" and slicing.sequence_parallel and part:
+            yield Op(Kind.WAIT, "B", part, row, collective="gather_input")
+        if phase == "B":
+            yield Op(Kind.WGRAD, "B", part, row)
 
 
 def in_issue_order(ops: Iterable[Op], slicing: Slicing) -> Iterator[Op]:
