@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
-from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline
+from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline, whole_file
 
 MILLISECONDS = 1e3
 LANES = (COMPUTE, TP_LINK, DP_LINK)
@@ -55,13 +54,8 @@ def write_png(figure: Any, path: Path) -> None:
     """Write a figure of matplotlib's; the file appears whole or not at all."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            FigureCanvasAgg(figure).print_png(file)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as unfinished, unfinished.open("wb") as file:
+        FigureCanvasAgg(figure).print_png(file)
 
 
 def _heading(timeline: Timeline) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -105,13 +106,8 @@ class Timeline:
 
     def write_trace(self, path: Path | str) -> None:
         """Write a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open. The file appears whole or not at all."""
-        path = Path(path)
-        unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        try:
+        with whole_file(path) as unfinished:
             unfinished.write_text(json.dumps(self._trace()), encoding="utf-8")
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     def _trace(self) -> dict[str, Any]:
         return {
@@ -130,6 +126,18 @@ class Timeline:
                 times = {"ts": span.start_s * MICROSECONDS, "dur": span.duration_s * MICROSECONDS}
                 about = {"args": {"bytes": span.size_bytes}} if span.size_bytes else {}
                 yield {"ph": "X", "name": span.name, "cat": lane, "pid": 0, "tid": thread, **times, **about}
+
+
+@contextmanager
+def whole_file(path: Path | str) -> Iterator[Path]:
+    """A file to write beside ``path``, which takes its place once the block ends; if the block fails, nothing has changed."""
+    path = Path(path)
+    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def read_trace(path: Path | str) -> Timeline:

@@ -29,13 +29,14 @@ from domino_lm.schedule.recorder import AnyRecorder, Recorder
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.timeline import Timeline
 from domino_lm.training.apex_adam import find_adamw
+from domino_lm.training.garbage import GarbageCollection
 from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
 from domino_lm.training.norms import parameter_norm, zero_gradients
 from domino_lm.training.optimizer import Optimizer, StepInfo
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.skipped_steps import SkippedSteps
-from domino_lm.training.stop import Asked, GarbageCollection, StopSignal
+from domino_lm.training.stop import Asked, StopSignal
 from domino_lm.watch.metrics import StepReport, validation_line
 from domino_lm.watch.watch import Watch
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-import os
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
-from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline
+from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline, whole_file
 
 LANES = (COMPUTE, TP_LINK, DP_LINK)
 PHASE_NAMES = {"F": "forward", "B": "backward", "S": "step"}
@@ -24,17 +23,12 @@ def write_report(timelines: Iterable[Timeline], path: Path | str) -> None:
     A click on an op, or its number after ``#op=`` in the address, shows its name, lane, start, duration, bytes and how
     long compute waited for it. The file appears whole or not at all.
     """
-    path = Path(path)
     shown = [_page_data(timeline) for timeline in timelines]
     title = " and ".join(dict.fromkeys(each["title"] for each in shown))
     data = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
-    unfinished = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        page = files("domino_lm.watch").joinpath("report.html").read_text(encoding="utf-8")
+    page = files("domino_lm.watch").joinpath("report.html").read_text(encoding="utf-8")
+    with whole_file(path) as unfinished:
         unfinished.write_text(page.replace("@TITLE@", html.escape(title)).replace("@DATA@", data), encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _page_data(timeline: Timeline) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.pretrain import build_trainer
-from domino_lm.training.stop import GarbageCollection
+from domino_lm.training.garbage import GarbageCollection
 from domino_lm.training.trainer import FitResult
 from domino_lm.watch.metrics_file import read_lines
 from tests.distributed.training_runs import built, configure, steps, write_tokens

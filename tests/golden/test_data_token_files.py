@@ -12,7 +12,7 @@ from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, att
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.preprocess.preprocess import PreprocessConfig, preprocess
 from domino_lm.data.splits import build_train_valid_test
-from domino_lm.tools.merge import merge
+from domino_lm.tools.merge_datasets import merge
 from tests.golden.token_files import GOLDEN, SP4096, TokenFiles, sha256
 
 HASHES = json.loads((GOLDEN / "SHA256.json").read_text())

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.tools.plot_run import distinct_names, main, running_median
-from domino_lm.tools.run_curves import RunCurvesError, read_run
+from domino_lm.tools.plot_run import RunCurvesError, distinct_names, main, read_run, running_median
 from domino_lm.watch.metrics_file import MetricsFile
 from domino_lm.watch.tensorboard import TensorBoardLog
 from tests.unit.test_metrics import REPORT, replace

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from domino_lm.data.indexed import IndexedDataset, IndexedDatasetError, IndexedDatasetWriter
-from domino_lm.tools.merge import MergeError, merge, pairs_in
+from domino_lm.tools.merge_datasets import MergeError, merge, pairs_in
 
 TOOL = Path(__file__).parents[3] / "tools" / "merge_datasets.py"
 
@@ -89,7 +89,7 @@ def test_pairs_with_and_without_modes_are_refused(folder: Path, tmp_path: Path) 
 def test_a_killed_merge_leaves_nothing_that_opens_and_the_next_one_is_whole(folder: Path, tmp_path: Path, moment: str) -> None:
     patched = "shutil.copyfileobj" if moment == "copying" else "os.replace"
     program = (
-        "import os, shutil, signal, sys\nfrom domino_lm.tools.merge import merge, pairs_in\n"
+        "import os, shutil, signal, sys\nfrom domino_lm.tools.merge_datasets import merge, pairs_in\n"
         f"real, calls = {patched}, []\n"
         "def deadly(*arguments):\n    calls.append(0)\n    real(*arguments)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         f"{patched} = deadly\nmerge(pairs_in(sys.argv[1])[0], sys.argv[2])\n"
