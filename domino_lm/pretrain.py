@@ -38,7 +38,7 @@ EXIT_FAILED_RUN = 1
 SECONDS_FOR_RANK_0 = 1.0
 """How long other ranks wait before they leave: torchrun ends all ranks when the first one is gone, and rank 0 has to speak."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""Where it is there, a dry run speaks of GPUs without asking torch."""
+"""If it exists, a dry run assumes GPUs, without asking torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def model_of_checkpoint(folder: str, iteration: int | None) -> dict[str, object] | None:
-    """Settings of the model that a checkpoint of any kind holds, as --use-checkpoint-args takes them over; None where there is none.
+    """Settings of the model that a checkpoint of any kind holds, as --use-checkpoint-args takes them over; None if there is none.
 
-    Raises ConfigError where it does not say what its model is.
+    Raises ConfigError if it does not say what its model is.
     """
     from domino_lm.checkpoint.index import CheckpointError
     from domino_lm.checkpoint.same_model import settings_of_model
@@ -102,7 +102,7 @@ def dry_run(command: Command, world_size: int) -> int:
 
 
 def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
-    """Build everything that `run_faults` found sound, and train; returns the exit code. ``ignored`` flags are told of."""
+    """Build everything that `run_faults` found sound, and train; returns the exit code. ``ignored`` flags are listed."""
     import torch  # from here on, since it takes seconds
 
     from domino_lm.checkpoint.index import CheckpointError
@@ -136,7 +136,7 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
 
 
 def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = ()) -> Trainer:
-    """Tokenizer, data, model and trainer, resumed where ``--load`` says so; rank 0 prints what was built."""
+    """Tokenizer, data, model and trainer, resumed if ``--load`` says so; rank 0 prints what was built."""
     from domino_lm.launch.auto_schedule import settle_schedule
     from domino_lm.model.kernels.backends import choose_kernels, install_kernels
     from domino_lm.model.parameter import dtype_of
@@ -171,7 +171,7 @@ def build_data(run: RunConfig, mesh: ParallelMesh) -> tuple[RunConfig, RunData, 
 
 
 def require_same_data(world: Communicator, fingerprint: str) -> None:
-    """Raise DatasetError on every rank where their ``fingerprint`` of the data differs: nodes may hold other files under the same path."""
+    """Raise DatasetError on every rank if their ``fingerprint`` of the data differs: nodes may hold other files under the same path."""
     found = world.all_gather_object(fingerprint)
     others = [rank for rank, each in enumerate(found) if each != found[0]]
     if others:
@@ -198,7 +198,7 @@ def together(world: Communicator, build: Callable[[], Result]) -> Result:
 
 
 def with_vocabulary(run: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
-    """``run`` with the vocabulary size that flags and tokenizer agree on; raises ConfigError where the model's is too small."""
+    """``run`` with the vocabulary size that flags and tokenizer agree on; raises ConfigError if the model's is too small."""
     given = run.model.vocab_size
     if tokenizer is None:
         return run

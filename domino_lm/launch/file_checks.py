@@ -56,7 +56,7 @@ def _folder_fault(flag: str, folder: Path) -> Iterator[str]:
 
 
 def _calibration_faults(given: str | None) -> Iterator[str]:
-    """A calibration that is damaged, or that cannot be written where it does not exist."""
+    """A calibration that is damaged, or that cannot be written if it does not exist."""
     if given is None:
         return
     try:

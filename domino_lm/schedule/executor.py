@@ -36,7 +36,7 @@ class BoundOp(NamedTuple):
 
 
 class StepLoss(NamedTuple):
-    """What one step's micro-batches lost on this rank, as device tensors that nobody has waited for."""
+    """Losses of one step's micro-batches on this rank, as device tensors not yet waited for."""
 
     loss_sum: Tensor  # [] summed over tokens that count
     tokens: Tensor  # [] how many those were
@@ -97,14 +97,14 @@ class Executor:
         weights = self._loss_weights(tokens) if self._loss_scale is None else self._loss_weights(tokens) * self._loss_scale
         templates = self._bound_templates(len(micro_batches))
         values: list[Any] = [None] * len(self._slots)
-        with torch.autograd.set_multithreading_enabled(False):  # each op differentiates a piece too small to hand to another thread
+        with torch.autograd.set_multithreading_enabled(False):  # each op's graph is too small to hand to another thread
             for index, template in enumerate(templates):
                 batch, weight = (micro_batches[index], weights[index]) if index < len(micro_batches) else (None, None)
                 self._pass(template, values, batch, index % 2 if self.plan.paired else 0, weight)
         return StepLoss(self.loss_sum(), tokens.sum())
 
     def complete_gathers(self) -> None:
-        """Wait for parameters that the last step has left travelling. Weights must not be read or written outside a step before."""
+        """Wait for parameters still in flight from the last step, before weights are read or written outside a step."""
         for bucket in list(self._gathers):
             self._gathers.pop(bucket).wait()
 
@@ -187,7 +187,7 @@ class Executor:
             reads, writes = flows[position]
             frees = {value for value in (*reads, *writes) if last_use[value] == position and value not in kept}
             slots = [tuple(self._slots[value] for value in values) for values in (reads, writes, frees)]
-            call = _acquiring(opened[position], self._bind(op)) if position in opened else self._bind(op)
+            call = _allocating_first(opened[position], self._bind(op)) if position in opened else self._bind(op)
             return BoundOp(op, call, *slots)
 
         opened = self._first_gradients(template)
@@ -224,7 +224,7 @@ class Executor:
         return start
 
     def _bind_bucket_wait(self, op: Op) -> Callable[..., tuple[Any, ...]]:
-        """A gather may have been started by the step before, or completed since; the first step has none."""
+        """A gather may have been started by the step before, or waited for since; the first step has none."""
         bucket = self.gradients.buckets[op.part]
 
         def arrive(*_: Any) -> tuple[Any, ...]:
@@ -241,7 +241,7 @@ class Executor:
         return arrive if is_gather(op) else redeem
 
     def _bucket_launcher(self, op: Op) -> Callable[..., Pending]:
-        """What starts a bucket's collective."""
+        """The call that starts a bucket's collective."""
         bucket, tp = self.gradients.buckets[op.part], self.mesh.tp
 
         def gather(*_: Any) -> Pending:
@@ -255,7 +255,7 @@ class Executor:
         return lambda *_: bucket.reduce_start()
 
     def _first_gradients(self, template: Sequence[Op]) -> dict[int, list[Bucket]]:
-        """Buckets whose gradients are kept by shares, at the first op that writes one of their gradients."""
+        """Buckets that allocate their gradients anew (optim_grads), by the first op that writes one of them."""
         found: dict[int, list[Bucket]] = {}
         open_buckets: set[int] = set()
         for position, op in enumerate(template if self.gradients.sharding == "optim_grads" else ()):
@@ -269,7 +269,7 @@ class Executor:
         return found
 
     def _launcher(self, op: Op) -> Callable[..., Pending]:
-        """What starts the op's collective."""
+        """The call that starts the op's collective."""
         tp = self.mesh.tp
         if op.phase == "S":
             return self._bucket_launcher(op)
@@ -325,7 +325,7 @@ class Executor:
             if forget:
                 part.forget(ctx, keep_gemm)
             if slicing.sequence_parallel:
-                ctx.x = None  # the share is kept by the norm; what all ranks hold together is gathered again
+                ctx.x = None  # the norm keeps this rank's share; the whole is gathered again
             return self._with_blocks(out, ctx.row, blocks), ctx
 
         return body
@@ -342,7 +342,7 @@ class Executor:
         return body_grad
 
     def _with_blocks(self, mid: Any, row: Row, blocks: int) -> Any:
-        """Behind a middle value, the buffer [c, s, b, h/c] that its column blocks will be computed into."""
+        """A middle value, then the buffer [c, s, b, h/c] for its column blocks."""
         if blocks == 1:
             return mid
         width = self._columns[0].stop
@@ -393,8 +393,8 @@ class Executor:
         return (None,) * len(self.gradients.buckets) if self.gradients.sharded else ()
 
 
-def _acquiring(buckets: Sequence[Bucket], call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """``call`` behind memory for the gradients that it is the first to write."""
+def _allocating_first(buckets: Sequence[Bucket], call: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """``call`` after allocating the gradients that it is the first to write."""
 
     def acquired(*reads: Any) -> tuple[Any, ...]:
         for bucket in buckets:
@@ -427,5 +427,5 @@ def _column_slices(width: int, cols: int) -> tuple[slice, ...]:
 
 
 def _profiler_range(op: Op) -> AbstractContextManager[Any]:
-    """The op's name in a profile, at no cost where nobody profiles."""
+    """The op's name in a profile, at no cost if nobody profiles."""
     return torch.profiler.record_function(str(op)) if torch._C._autograd._profiler_enabled() else nullcontext()

@@ -1,4 +1,4 @@
-"""The words of the plan language: ops, the chain they act on, and what each op reads and writes.
+"""The plan language: ops, the chain they act on, and what each op reads and writes.
 
 `dataflow` is the only place that knows dependencies; planner passes, validator, executor and simulator all ask it.
 The table behind it stands in ``schedule/README.md``.
@@ -77,7 +77,7 @@ COLLECTIVES = {
 
 
 class ChainPart(Protocol):
-    """What the planner asks a part; parts of a model answer with class attributes."""
+    """A part as the planner sees it; parts of a model have class attributes of these names."""
 
     @property
     def sharded(self) -> bool:
@@ -89,7 +89,7 @@ class ChainPart(Protocol):
 
     @property
     def backward_collective(self) -> str | None:
-        """The collective its backward leaves with, or None where no gradient goes further down."""
+        """The collective its backward leaves with, or None if no gradient goes further down."""
 
     @property
     def couples_tokens(self) -> bool:
@@ -132,7 +132,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Slicing:
-    """What ops act on: the chain, how a micro-batch is cut, and how its parts' ends meet."""
+    """What ops act on: the chain, how a micro-batch is cut, and which collectives join its parts."""
 
     chain: tuple[PartSpec, ...]
 

@@ -64,7 +64,7 @@ def recompute(plan: Plan, full: Iterable[int] = (), core: Iterable[int] = ()) ->
 
     def ops() -> Iterator[Op]:
         for op in plan.ops:
-            part = op.part - 2  # the part that a wait in backward lets go on
+            part = op.part - 2  # the part that continues after a wait in backward
             if op.kind is Kind.WAIT and op.phase == "B" and op.col == 0 and part in rebuilt:
                 if part in slicing.recompute_full:
                     yield op._replace(kind=Kind.RECOMPUTE, part=part - 1)
@@ -180,7 +180,7 @@ def gather_parameters(plan: Plan, overlap: bool = False) -> Plan:
 def micro_batch(plan: Plan, *, first: bool = False, last: bool = False) -> tuple[Op, ...]:
     """Ops of one micro-batch of a step.
 
-    The ``first`` one waits for parameters that the step before has left travelling; the ``last`` one ends the step. Only
+    The ``first`` one waits for parameters still in flight from the step before; the ``last`` one ends the step. Only
     the last reduces gradients over data-parallel ranks, unless these keep shares of them.
     """
     step = next((position for position, op in enumerate(plan.ops) if op.kind is Kind.STEP), len(plan.ops))
@@ -226,7 +226,7 @@ def step_templates(plan: Plan, micro_batches: int) -> list[tuple[Op, ...]]:
 
 
 def steady_state(ops: Sequence[Op]) -> list[Op]:
-    """A step as it repeats, for one that is looked at alone: gathers that travel on behind the next step's forward set out before it."""
+    """A step in its steady state, to simulate it alone: gathers that the next step's forward redeems start before it."""
     step = next((position for position, op in enumerate(ops) if op.kind is Kind.STEP), len(ops))
     redeemed_later = {op._replace(kind=Kind.START) for op in ops[:step] if is_gather(op)}
     return [*(op for op in ops[step:] if op in redeemed_later), *(op for op in ops if op not in redeemed_later)]

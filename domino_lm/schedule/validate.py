@@ -21,8 +21,8 @@ def validate(plan: Plan) -> None:
     Checks, op by op: reads follow writes; no value is written twice; nothing is left unread at the end, gradients
     of a micro-batch without a step excepted; a wait names a started collective, and waits follow the order of starts
     on each communicator; a row's collective leaves before the weight gradients of its part start; no gradient changes
-    once its bucket's reduction has started; nothing follows the step but gathers of its parameters, and what a step
-    leaves travelling is redeemed by the next one, before parameters of the bucket are used.
+    once its bucket's reduction has started; nothing follows the step but gathers of its parameters, and those in flight
+    at its end are redeemed by the next one, before parameters of the bucket are used.
     A paired plan is proven over a step of two micro-batches.
     Raises PlanError at the first op that breaks one.
     """
@@ -42,7 +42,7 @@ def validate(plan: Plan) -> None:
                 raise _fault(plan, position, f"reads {_name(value)}, which no earlier op writes")
             unread.pop(value, None)
         if op.kind is Kind.WAIT and is_gather(op):
-            written -= set(reads)  # the step's end writes them anew
+            written -= set(reads)  # the step's end writes them again
             missing.discard(op.part)
         for value in writes:
             if value in written:
