@@ -210,7 +210,8 @@ def add_setting(group: Any, setting: Setting, **changes: Any) -> None:
         default = None if setting.default is None else "on" if setting.default else "off"
         options = {"action": "store_true" if setting.name.startswith("no_") else argparse.BooleanOptionalAction}
     else:
-        default = None if setting.default in ((), NO_DEFAULT) else setting.default
+        default = " ".join(setting.default) or None if isinstance(setting.default, tuple) else setting.default
+        default = None if default is NO_DEFAULT else default
         many_choices = setting.choices is not None and len(setting.choices) > 5
         metavar = "NAME" if many_choices else None if setting.choices else setting.kind.__name__.upper()
         options = {"type": setting.kind, "choices": setting.choices, "metavar": metavar, **({"nargs": "+"} if setting.many else {})}

@@ -110,3 +110,9 @@ class DataConfig:
 
     eod_mask_loss: bool = False
     """Take no loss where the input is an end of document."""
+
+    @property
+    def needs_eod(self) -> list[str]:
+        """Flags that are given and that need the tokenizer's end-of-document id."""
+        names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        return ["--" + name.replace("_", "-") for name in names if getattr(self, name)]

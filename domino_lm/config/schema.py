@@ -46,14 +46,18 @@ class Setting:
 @cache
 def settings() -> tuple[Setting, ...]:
     """Every setting in the order of `config`; names are unique over all parts."""
-    found = []
-    for part, part_class in parts().items():
-        docstrings = field_docstrings(part_class)
-        hints = get_type_hints(part_class, include_extras=True)
-        for item in dataclasses.fields(part_class):
+    return tuple(item for part, part_class in parts().items() for item in settings_of(part_class, part))
+
+
+def settings_of(config_class: type, part: str = "") -> list[Setting]:
+    """The fields of one dataclass that have a docstring, in their order."""
+    docstrings, hints, found = field_docstrings(config_class), get_type_hints(config_class, include_extras=True), []
+    for item in dataclasses.fields(config_class):
+        if item.name in docstrings:
             kind, choices, many, bounds = _kind(hints[item.name])
-            found.append(Setting(part, item.name, kind, choices, item.default, docstrings[item.name], many, bounds))
-    return tuple(found)
+            default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+            found.append(Setting(part, item.name, kind, choices, default, docstrings[item.name], many, bounds))
+    return found
 
 
 def flat_values(run: RunConfig) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def parts() -> dict[str, Any]:
 def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None, bool, Bounds | None]:
     """Type of one value, its choices, whether there may be several, and the numbers that are allowed."""
     if get_origin(hint) in (Union, UnionType):
-        (hint,) = (member for member in get_args(hint) if member is not NoneType)
+        *_, hint = (member for member in get_args(hint) if member is not NoneType)
     if get_origin(hint) is Literal:
         return str, get_args(hint), False, None
     if get_origin(hint) is Annotated:

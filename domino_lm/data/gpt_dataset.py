@@ -8,13 +8,14 @@ import itertools
 import os
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from domino_lm.config.data import DataConfig
 from domino_lm.data.index_cache import IndexCache
 from domino_lm.data.indices import (
     DatasetError,
@@ -59,19 +60,13 @@ class GPTDatasetConfig:
     """Seed of the order of documents and samples."""
 
     eod: int | None = None
-    """End-of-document id; needed by the three settings below."""
+    """End-of-document id, which resets and masks at ends of documents need."""
 
     vocab_size: int | None = None
     """Ids from here on are refused when a sample is read; None refuses negative ones alone."""
 
-    reset_position_ids: bool = False
-    """Count positions from 0 again behind each end of document."""
-
-    reset_attention_mask: bool = False
-    """Keep tokens from attending across an end of document. Samples then carry an [1, s, s] mask."""
-
-    eod_mask_loss: bool = False
-    """Mask the loss of the token that follows an end of document."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What happens at ends of documents; with ``reset_attention_mask`` samples carry a [1, s, s] mask."""
 
     drop_last_partial_validation_sequence: bool = True
     """Drop the tokens at the end of the validation split that fill no whole sample; otherwise they are padded."""
@@ -84,9 +79,8 @@ class GPTDatasetConfig:
             raise DatasetError(f"--seq-length {self.sequence_length} leaves no token in a sample; use at least 1.")
         if not 0 <= self.seed < 2**32:
             raise DatasetError(f"--seed {self.seed} cannot order the data; use 0 to {2**32 - 1}.")
-        resets = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, name)]
-        if resets and self.eod is None:
-            flags = ", ".join("--" + name.replace("_", "-") for name in resets)
+        if self.data.needs_eod and self.eod is None:
+            flags = ", ".join(self.data.needs_eod)
             raise DatasetError(f"{flags}: the tokenizer has no end-of-document id; leave the flag out or use another tokenizer.")
 
 
@@ -243,14 +237,14 @@ class GPTDataset:
         config = self.config
         loss_mask = np.ones(len(tokens), np.float32)
         position_ids = np.arange(len(tokens), dtype=np.int64)
-        if config.eod_mask_loss:
+        if config.data.eod_mask_loss:
             loss_mask[tokens == config.eod] = 0
-        if config.reset_position_ids:
+        if config.data.reset_position_ids:
             assert config.eod is not None
             starts = np.flatnonzero(np.diff(_documents(tokens, config.eod), prepend=-1))
             position_ids -= np.repeat(starts, np.diff(starts, append=len(tokens)))
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
-        if config.reset_attention_mask:
+        if config.data.reset_attention_mask:
             sample["attention_mask"] = attention_mask(tokens, config.eod)
         loss_mask[labels == NO_TOKEN] = 0
         tokens[tokens == NO_TOKEN] = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from domino_lm.config.data import DataConfig
 from domino_lm.data.blended import Blend, BlendedDataset, normalised, parse_blend, source_sizes, source_targets
 from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, SplitName, TokenSource, split_ranges
 from domino_lm.data.indexed import IndexedDataset
@@ -66,32 +67,7 @@ class Identified(Protocol):
         """Everything that its samples and their order depend on."""
 
 
-class DataSettings(Protocol):
-    """Where data is named; the fields carry the names of the flags."""
-
-    @property
-    def data_path(self) -> Sequence[str] | None: ...
-    @property
-    def split(self) -> str | None: ...
-    @property
-    def train_data_path(self) -> Sequence[str] | None: ...
-    @property
-    def valid_data_path(self) -> Sequence[str] | None: ...
-    @property
-    def test_data_path(self) -> Sequence[str] | None: ...
-    @property
-    def data_args_path(self) -> str | None: ...
-    @property
-    def per_split_data_args_path(self) -> str | None: ...
-    @property
-    def mock_data(self) -> bool: ...
-    @property
-    def mid_level_dataset_surplus(self) -> float: ...
-    @property
-    def multiple_validation_sets(self) -> bool: ...
-
-
-def sources_of(settings: DataSettings) -> DataSources:
+def sources_of(settings: DataConfig) -> DataSources:
     """The sources that the flags name. Raises DatasetError if they name nothing, or the same thing twice."""
     apart = {name: words for name in SPLITS if (words := getattr(settings, f"{name}_data_path"))}
     ways = {
@@ -112,10 +88,10 @@ def sources_of(settings: DataSettings) -> DataSources:
         raise DatasetError(
             f"--split {settings.split} cuts the data of --data-path, but {given[0]} names each split's own; leave --split out."
         )
-    words = [settings.data_path] if isinstance(settings.data_path, str) else settings.data_path
-    words = words or (read_words(settings.data_args_path) if settings.data_args_path else None)
+    named: Sequence[str] | None = settings.data_path
+    named = [named] if isinstance(named, str) else named or (read_words(settings.data_args_path) if settings.data_args_path else None)
     return DataSources(
-        blend=parse_blend(words, given[0]) if words is not None else None,
+        blend=parse_blend(named, given[0]) if named is not None else None,
         split=settings.split or DEFAULT_SPLIT,
         per_split=per_split,
         surplus=settings.mid_level_dataset_surplus,
@@ -158,15 +134,6 @@ def build_splits(sources: DataSources, sizes: Sequence[int | None], config: GPTD
     return Splits(next(iter(found["train"]), None), found["valid"], next(iter(found["test"]), None))
 
 
-def build_train_valid_test(
-    prefix: Path, split: str, sizes: Sequence[int | None], config: GPTDatasetConfig, cache_path: Path | None = None
-) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
-    """The splits of a single pair of files."""
-    splits = build_splits(DataSources(blend=Blend((os.fspath(prefix),)), split=split), sizes, config, cache_path)
-    train, valid, test = (_single(dataset) for dataset in (splits.train, next(iter(splits.valid), None), splits.test))
-    return train, valid, test
-
-
 def fingerprint(datasets: Iterable[Identified]) -> str:
     """Hash of everything that decides which samples a run reads and in which order; the same on nodes with copies of the files."""
     identities = [_without_times(dataset.identity()) for dataset in datasets]
@@ -177,11 +144,6 @@ def _without_times(identity: Any) -> Any:
     if isinstance(identity, dict):
         return {key: _without_times(value) for key, value in identity.items() if key != "mtimes_ns"}
     return [_without_times(value) for value in identity] if isinstance(identity, list) else identity
-
-
-def _single(dataset: Dataset | None) -> GPTDataset | None:
-    assert not isinstance(dataset, BlendedDataset), "one prefix without a weight is no blend"
-    return dataset
 
 
 class _Builder:

@@ -216,9 +216,8 @@ def _data_faults(run: RunConfig) -> Iterator[str]:
     if kind is None and run.model.vocab_size is None:
         yield "the vocabulary size is unknown: give --tokenizer-type with its files, or --vocab-size."
     if kind is None:
-        resets = [name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(run.data, name)]
-        if resets:
-            yield f"{', '.join(map(_flag, resets))} must know the end-of-document id: give --tokenizer-type with its files."
+        if run.data.needs_eod:
+            yield f"{', '.join(run.data.needs_eod)} must know the end-of-document id: give --tokenizer-type with its files."
         return
     needed = {"GPT2BPETokenizer": ["vocab_file", "merge_file"], "NullTokenizer": []}.get(kind, ["tokenizer_model"])
     absent = [_flag(name) for name in needed if getattr(run.tokenizer, name) is None]

@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from domino_lm.config.data import DataConfig, TokenizerConfig
+from domino_lm.config.schema import settings_of
 from domino_lm.data.blended import Blend, BlendedDataset
 from domino_lm.data.gpt_dataset import GPTDataset, GPTDatasetConfig
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.splits import Dataset, DataSources, Splits, build_splits, sources_of
 from domino_lm.data.tokenizers.build import build_tokenizer
 from domino_lm.data.tokenizers.tokenizer import Tokenizer
-from domino_lm.tools.tokenizer_flags import add_tokenizer_flags, tokenizer_of
+from domino_lm.tools.setting_flags import add_flags, add_tokenizer_flags, take
+
+HOW_TO_READ = {"full_validation", "dataloader_type", "data_sharding", "num_workers", "data_cache_path"}
+"""Settings of the data that do not change what is in it."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -26,24 +31,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     data = parser.add_argument_group("data")
-    data.add_argument("--data-path", nargs="+", metavar="WORD", help="a prefix, several, or pairs of weight and prefix")
-    for name in ("train", "valid", "test"):
-        data.add_argument(f"--{name}-data-path", nargs="+", metavar="WORD", help=f"the same for the {name} split alone")
-    data.add_argument("--data-args-path", metavar="FILE", help="file with the words of --data-path")
-    data.add_argument("--per-split-data-args-path", metavar="FILE", help="JSON file with the words of train, valid and test")
-    data.add_argument("--mock-data", action="store_true", help="made-up tokens")
-    data.add_argument("--split", help="weights of train, validation and test (default: 969,30,1)")
-    data.add_argument("--mid-level-dataset-surplus", type=float, default=0.005, help=argparse.SUPPRESS)
-    data.add_argument("--multiple-validation-sets", action="store_true", help="keep validation sources apart")
+    add_flags(data, [item for item in settings_of(DataConfig) if item.name not in HOW_TO_READ])
     data.add_argument("--seq-length", type=int, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
     data.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the order (default: 1234)")
     for name in ("train", "valid", "test"):
         data.add_argument(
             f"--{name}-samples", type=int, metavar="N", help=f"samples that a run takes of the {name} split (default: one epoch)"
         )
-    data.add_argument("--reset-position-ids", action="store_true")
-    data.add_argument("--reset-attention-mask", action="store_true")
-    data.add_argument("--eod-mask-loss", action="store_true")
     add_tokenizer_flags(parser.add_argument_group("tokenizer (shows text)"))
     show = parser.add_argument_group("what to show")
     show.add_argument("--samples", type=int, default=2, metavar="K", help="samples of each split to show (default: 2)")
@@ -55,11 +49,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def inspect(flags: argparse.Namespace) -> dict[str, Any]:
     """Everything that the flags ask for. Raises a ValueError of ours, or IndexError for a document that is not there."""
-    settings, vocab_size = tokenizer_of(vars(flags))
-    tokenizer = build_tokenizer(settings, vocab_size) if settings.tokenizer_type else None
-    sources = sources_of(flags)
+    settings, data = take(vars(flags), TokenizerConfig), take(vars(flags), DataConfig)
+    tokenizer = build_tokenizer(settings, flags.vocab_size) if settings.tokenizer_type else None
+    sources = sources_of(data)
     report: dict[str, Any] = {"files": describe_files(sources)}
-    splits = build_splits(sources, (flags.train_samples, flags.valid_samples, flags.test_samples), config_of(flags, tokenizer, vocab_size))
+    config = GPTDatasetConfig(
+        sequence_length=flags.seq_length,
+        seed=flags.seed,
+        eod=tokenizer.eod if tokenizer else None,
+        vocab_size=tokenizer.vocab_size if tokenizer else flags.vocab_size,
+        data=data,
+    )
+    splits = build_splits(sources, (flags.train_samples, flags.valid_samples, flags.test_samples), config)
     report["splits"] = describe_splits(splits)
     for entry, (_, dataset) in zip(report["splits"], splits.named(), strict=True):
         stop = min(flags.first_sample + flags.samples, len(dataset))
@@ -67,18 +68,6 @@ def inspect(flags: argparse.Namespace) -> dict[str, Any]:
     if flags.document:
         report["documents"] = [describe_document(first_pair(sources), i, tokenizer) for i in flags.document]
     return report
-
-
-def config_of(flags: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int | None) -> GPTDatasetConfig:
-    return GPTDatasetConfig(
-        sequence_length=flags.seq_length,
-        seed=flags.seed,
-        eod=tokenizer.eod if tokenizer else None,
-        vocab_size=tokenizer.vocab_size if tokenizer else vocab_size,
-        reset_position_ids=flags.reset_position_ids,
-        reset_attention_mask=flags.reset_attention_mask,
-        eod_mask_loss=flags.eod_mask_loss,
-    )
 
 
 def first_pair(sources: DataSources) -> IndexedDataset:

@@ -6,8 +6,10 @@ import json
 import signal
 import sys
 
+from domino_lm.config.data import TokenizerConfig
+from domino_lm.config.schema import settings_of
 from domino_lm.data.preprocess.preprocess import PreprocessConfig, Summary, preprocess
-from domino_lm.tools.tokenizer_flags import add_tokenizer_flags, tokenizer_of
+from domino_lm.tools.setting_flags import add_flags, add_tokenizer_flags, take
 
 EXIT_LINES_SKIPPED = 3
 
@@ -21,54 +23,17 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[PreprocessConfig, bo
         f"{EXIT_LINES_SKIPPED} written, but bad lines were skipped.",
         allow_abbrev=False,
     )
-    _add_data_flags(parser.add_argument_group("data"))
+    items = {item.name: item for item in settings_of(PreprocessConfig)}
+    run_flags = [items.pop(name) for name in ("workers", "log_interval")]
+    del items["vocab_size"]  # comes with the tokenizer's
+    add_flags(parser.add_argument_group("data"), items.values())
     add_tokenizer_flags(parser.add_argument_group("tokenizer"), required=True)
     run = parser.add_argument_group("run")
-    run.add_argument(
-        "--workers",
-        type=int,
-        metavar="N",
-        help="processes or threads that encode (default: the number of CPUs); the output does not depend on it",
-    )
-    run.add_argument("--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines (default: 1000)")
+    add_flags(run, run_flags)
     run.add_argument("--json", action="store_true", help="print the summary as one JSON object")
     flags = vars(parser.parse_args(argv))
-    flags["json_keys"], flags["input"] = tuple(flags["json_keys"]), tuple(flags["input"])
     as_json = flags.pop("json")
-    tokenizer, vocab_size = tokenizer_of(flags)
-    given = {name: value for name, value in flags.items() if value is not None}
-    return PreprocessConfig(tokenizer=tokenizer, vocab_size=vocab_size, **given), as_json
-
-
-def _add_data_flags(data: argparse._ArgumentGroup) -> None:
-    data.add_argument(
-        "--input",
-        required=True,
-        nargs="+",
-        metavar="FILE",
-        help="JSON lines, one document each: files, patterns in quotes (hidden files are left out), or - for standard input; .gz and .zst are "
-        "decompressed, of .parquet the columns of --json-keys are read",
-    )
-    data.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to encode, one pair of files each (default: text)"
-    )
-    data.add_argument("--append-eod", action="store_true", help="end each document that is not empty with the end-of-document token")
-    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output without _KEY_document and extension")
-    data.add_argument(
-        "--split-sentences", action="store_true", help="make each sentence a sequence; the files are called PREFIX_KEY_sentence"
-    )
-    data.add_argument("--keep-newlines", action="store_true", help="keep the white space between sentences, at their ends")
-    data.add_argument("--lang", default="english", metavar="LANGUAGE", help="language of --split-sentences (default: english)")
-    data.add_argument(
-        "--partitions", type=int, default=1, metavar="P", help="deal the documents to P parts in turn and join the parts: Megatron's order"
-    )
-    data.add_argument("--keep-sequential-samples", action="store_true", help="keep the order of the input whatever --partitions says")
-    data.add_argument(
-        "--on-error",
-        choices=["stop", "skip", "replace"],
-        default="stop",
-        help="a bad line ends the run (default), is counted and left out, or has invalid characters replaced by U+FFFD",
-    )
+    return take(flags, PreprocessConfig, tokenizer=take(flags, TokenizerConfig)), as_json
 
 
 def print_summary(summary: Summary, config: PreprocessConfig) -> None:

@@ -44,9 +44,7 @@ class RunData:
             seed=run.training.seed,
             eod=tokenizer.eod if tokenizer else None,
             vocab_size=run.model.vocab_size,
-            reset_position_ids=run.data.reset_position_ids,
-            reset_attention_mask=run.data.reset_attention_mask,
-            eod_mask_loss=run.data.eod_mask_loss,
+            data=run.data,
         )
         sizes = (BatchPlan.of(run, mesh.world.size).samples, None if evaluated and run.data.full_validation else evaluated, evaluated)
         splits: Splits = build_splits(sources_of(run.data), sizes, config, run.data.data_cache_path)

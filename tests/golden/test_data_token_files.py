@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from domino_lm.config.data import DataConfig
+from domino_lm.data.blended import Blend
 from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, attention_mask
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.preprocess.preprocess import PreprocessConfig, preprocess
-from domino_lm.data.splits import build_train_valid_test
+from domino_lm.data.splits import DataSources, build_splits
 from domino_lm.tools.merge_datasets import merge
 from tests.golden.token_files import GOLDEN, SP4096, TokenFiles, sha256
 
@@ -102,16 +104,14 @@ def build(meta: dict[str, Any], token_files: TokenFiles) -> dict[str, GPTDataset
         seed=settings["random_seed"],
         eod=50256 if settings["tokenizer"] == "gpt2" else 2,
         vocab_size=50257 if settings["tokenizer"] == "gpt2" else 4096,
-        reset_position_ids=settings["reset_position_ids"],
-        reset_attention_mask=settings["reset_attention_mask"],
-        eod_mask_loss=settings["eod_mask_loss"],
+        data=DataConfig(**{name: settings[name] for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}),
         drop_last_partial_validation_sequence=settings["drop_last_partial_validation_sequence"],
         add_extra_token_to_sequence=settings["add_extra_token_to_sequence"],
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some test splits are shorter than one sample
-        datasets = build_train_valid_test(token_files.prefix(stem), meta["split"], meta["sizes"], config)
-    return dict(zip(SPLITS, datasets, strict=True))
+        splits = build_splits(DataSources(blend=Blend((str(token_files.prefix(stem)),)), split=meta["split"]), meta["sizes"], config)
+    return dict(zip(SPLITS, (splits.train, next(iter(splits.valid), None), splits.test), strict=True))
 
 
 @pytest.fixture(scope="module")

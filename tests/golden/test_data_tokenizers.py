@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,11 +24,6 @@ SETTINGS = {
     "mistral_v1_llama2": TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(GOLDEN / "mistral-v1/tokenizer.model")),
 }
 STRINGS = [case["text"] for case in json.loads((GOLDEN / "expected_gpt2_bpe.json").read_text())["cases"]]
-
-
-def settings(**given: Any) -> Any:
-    """Settings of a tokenizer; what is not given is absent."""
-    return SimpleNamespace(**{"tokenizer_model": None, "vocab_file": None, "merge_file": None, **given})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,10 @@ def golden(request: pytest.FixtureRequest, hugging_face_folder: Path) -> Iterato
         if without:
             patch.setenv("DOMINO_LM_GIGATOKEN", "0")
         if name == "hf_gpt2":
-            yield build_tokenizer(settings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hugging_face_folder))), expected
+            yield (
+                build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hugging_face_folder))),
+                expected,
+            )
         elif name == "sp4096_legacy_special":
             yield legacy(), expected | {"eod": None}  # Megatron raises AttributeError when it is asked
         else:
@@ -65,7 +62,7 @@ def golden(request: pytest.FixtureRequest, hugging_face_folder: Path) -> Iterato
 def legacy() -> Tokenizer:
     model, special = SETTINGS["sp4096_llama2"].tokenizer_model, ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
     return build_tokenizer(
-        settings(
+        TokenizerConfig(
             tokenizer_type="SentencePieceTokenizer",
             tokenizer_model=model,
             tokenizer_sentencepiece_legacy=True,
@@ -114,7 +111,7 @@ def test_legacy_special_tokens_are_cut_out_as_megatron_does() -> None:
 def test_special_tokens_without_the_legacy_mode_are_refused() -> None:
     with pytest.raises(TokenizerError, match="--tokenizer-sentencepiece-legacy"):
         build_tokenizer(
-            settings(
+            TokenizerConfig(
                 tokenizer_type="SentencePieceTokenizer",
                 tokenizer_model=SETTINGS["sp4096_llama2"].tokenizer_model,
                 tokenizer_special_tokens=("<CLS>",),
@@ -126,7 +123,7 @@ NULL = json.loads((GOLDEN / "expected_null.json").read_text())
 
 
 def null(**given: Any) -> Tokenizer:
-    return build_tokenizer(settings(tokenizer_type="NullTokenizer", **given), vocab_size=1000)
+    return build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", **given), vocab_size=1000)
 
 
 @pytest.mark.parametrize("case", NULL["cases"], ids=lambda case: repr(case["text"]))
@@ -165,7 +162,7 @@ def test_a_template_of_hugging_face_applies_unless_special_tokens_are_off(
 ) -> None:
     model = str(template(hugging_face_folder, tmp_path))
     tokenizer = build_tokenizer(
-        settings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model, tokenizer_hf_no_include_special_tokens=without)
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=model, tokenizer_hf_no_include_special_tokens=without)
     )
     assert (tokenizer.encode("a"), tokenizer.encode_batch(["a"])[0].tolist()) == (ids, ids)
 
@@ -186,7 +183,9 @@ def random_texts(count: int) -> list[str]:
 @pytest.mark.parametrize("kind", [*SETTINGS, "hf_gpt2"])
 def test_fast_batches_give_the_ids_of_the_slow_way(kind: str, hugging_face_folder: Path) -> None:
     given = (
-        settings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hugging_face_folder)) if kind == "hf_gpt2" else SETTINGS[kind]
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hugging_face_folder))
+        if kind == "hf_gpt2"
+        else SETTINGS[kind]
     )
     tokenizer: Any = build_tokenizer(given)
     if "gpt2" in kind:
@@ -208,7 +207,7 @@ def test_long_texts_are_encoded_in_pieces_to_the_same_ids(
 ) -> None:
     monkeypatch.setenv("DOMINO_LM_GIGATOKEN", gigatoken)
     monkeypatch.setattr("domino_lm.data.tokenizers.tokenizer.PIECE_CHARACTERS", 40)
-    given = SETTINGS.get(kind) or settings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hugging_face_folder))
+    given = SETTINGS.get(kind) or TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hugging_face_folder))
     tokenizer = build_tokenizer(given)
     texts = ["", *corpus()[:40], *STRINGS, *random_texts(200)]
     ids, lengths = tokenizer.encode_batch(texts)
@@ -226,7 +225,7 @@ def test_texts_are_cut_only_where_no_token_reaches_over(
     description = json.loads((hugging_face_folder / "tokenizer.json").read_text())
     description["added_tokens"].append({**description["added_tokens"][0], "id": 50257, **token})
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    tokenizer: Any = build_tokenizer(settings(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    tokenizer: Any = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
     assert (tokenizer._border.search("a b") is not None) == cut
 
 

@@ -14,13 +14,14 @@ from typing import TextIO
 
 import numpy as np
 
+from domino_lm.config.data import TokenizerConfig
 from domino_lm.data.indexed import best_dtype
 from domino_lm.data.preprocess.documents import EncodedBlock, Encoder, OnError
 from domino_lm.data.preprocess.inputs import BLOCK_BYTES, PreprocessError, expand_inputs, read_blocks, size_on_disk
 from domino_lm.data.preprocess.outputs import PartitionedWriter
 from domino_lm.data.preprocess.pool import encode_blocks
 from domino_lm.data.preprocess.sentences import SentenceSplitter
-from domino_lm.data.tokenizers.build import TokenizerSettings, build_tokenizer
+from domino_lm.data.tokenizers.build import build_tokenizer
 
 SHOWN_FAULTS = 5
 """Skipped lines that are shown in full; the others are counted."""
@@ -31,42 +32,42 @@ class PreprocessConfig:
     """One run of the preprocessor."""
 
     input: str | tuple[str, ...]
-    """Files of JSON lines, patterns of their names, or - for standard input; .gz and .zst are decompressed, .parquet is read by rows."""
+    """JSON lines, one document each: files, patterns in quotes (hidden files are left out), or - for standard input; .gz and .zst are decompressed, of .parquet the columns of --json-keys are read."""
 
     output_prefix: str
-    """The files are <output_prefix>_<key>_document.bin and .idx."""
+    """Path of the output without _KEY_document and extension."""
 
-    tokenizer: TokenizerSettings
+    tokenizer: TokenizerConfig
 
     vocab_size: int | None = None
     """Number of ids, for a tokenizer without a vocabulary of its own."""
 
     json_keys: tuple[str, ...] = ("text",)
-    """Keys to encode; each gives one pair of files."""
+    """Keys to encode, one pair of files each."""
 
     append_eod: bool = False
     """End each document that is not empty with the end-of-document token."""
 
     split_sentences: bool = False
-    """Make each sentence a sequence of its own; the files are then called <output_prefix>_<key>_sentence."""
+    """Make each sentence a sequence; the files are called PREFIX_KEY_sentence."""
 
     keep_newlines: bool = False
-    """Keep the white space between sentences, at the ends of sentences."""
+    """Keep the white space between sentences, at their ends."""
 
     lang: str = "english"
-    """Language of the sentence splitter."""
+    """Language of --split-sentences."""
 
     workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    """Processes or threads that encode; 1 encodes in this process."""
+    """Processes or threads that encode, by default one per CPU; the output does not depend on it."""
 
     partitions: int = 1
-    """Deal the documents out to this many parts in turn, and put the parts one behind the other."""
+    """Deal the documents to so many parts in turn and join the parts: Megatron's order."""
 
     keep_sequential_samples: bool = False
-    """Keep the order of the input whatever the number of partitions."""
+    """Keep the order of the input whatever --partitions says."""
 
     on_error: OnError = "stop"
-    """What a bad line does: stop, skip, or replace (invalid characters become U+FFFD; other faults stop)."""
+    """A bad line ends the run (stop), is counted and left out (skip), or has invalid characters replaced by U+FFFD (replace; other faults stop)."""
 
     log_interval: int = 1000
     """Documents between progress lines."""

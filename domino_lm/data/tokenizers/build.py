@@ -2,25 +2,12 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
 
+from domino_lm.config.data import TokenizerConfig
 from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
 
 
-class TokenizerSettings(Protocol):
-    """What ``build_tokenizer`` reads; the fields carry the names of the flags. What a class lacks takes its default."""
-
-    @property
-    def tokenizer_type(self) -> str | None: ...
-    @property
-    def tokenizer_model(self) -> str | None: ...
-    @property
-    def vocab_file(self) -> str | None: ...
-    @property
-    def merge_file(self) -> str | None: ...
-
-
-def build_tokenizer(settings: TokenizerSettings, vocab_size: int | None = None) -> Tokenizer:
+def build_tokenizer(settings: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer that ``--tokenizer-type`` names; ``vocab_size`` is that of ``--vocab-size``.
 
     Raises TokenizerError on an unknown type or a missing or unreadable file.
@@ -33,7 +20,7 @@ def build_tokenizer(settings: TokenizerSettings, vocab_size: int | None = None) 
     return TOKENIZER_TYPES[kind](settings, vocab_size)
 
 
-def _gpt2(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+def _gpt2(settings: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
     from domino_lm.data.tokenizers.bpe import GPT2BPETokenizer
 
     vocab_file = _require(settings, "vocab_file", "GPT-2's vocab.json")
@@ -41,12 +28,12 @@ def _gpt2(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
     return _load(lambda: GPT2BPETokenizer(vocab_file, merge_file), f"--vocab-file {vocab_file} with --merge-file {merge_file}")
 
 
-def _sentencepiece(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+def _sentencepiece(settings: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
     from domino_lm.data.tokenizers.sentencepiece import LegacySentencePieceTokenizer, SentencePieceTokenizer
 
     path = _require(settings, "tokenizer_model", "a SentencePiece model")
-    special_tokens = _option(settings, "tokenizer_special_tokens") or ()
-    if _option(settings, "tokenizer_sentencepiece_legacy"):
+    special_tokens = settings.tokenizer_special_tokens
+    if settings.tokenizer_sentencepiece_legacy:
         return _load(lambda: LegacySentencePieceTokenizer(path, special_tokens), f"--tokenizer-model {path}")
     if special_tokens:
         raise TokenizerError(
@@ -55,28 +42,28 @@ def _sentencepiece(settings: TokenizerSettings, vocab_size: int | None) -> Token
     return _load(lambda: SentencePieceTokenizer(path), f"--tokenizer-model {path}")
 
 
-def _hugging_face(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+def _hugging_face(settings: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
     from domino_lm.data.tokenizers.bpe import HuggingFaceTokenizer
 
     path = _require(settings, "tokenizer_model", "a tokenizer.json or its folder", folder=True)
-    include = not _option(settings, "tokenizer_hf_no_include_special_tokens")
+    include = not settings.tokenizer_hf_no_include_special_tokens
     return _load(lambda: HuggingFaceTokenizer(path, include), f"--tokenizer-model {path}")
 
 
-def _null(settings: TokenizerSettings, vocab_size: int | None) -> Tokenizer:
+def _null(settings: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
     from domino_lm.data.tokenizers.null_tokenizer import NullTokenizer
 
     if vocab_size is None:
         raise TokenizerError("--tokenizer-type NullTokenizer reads numbers and has no vocabulary of its own: give --vocab-size.")
     return NullTokenizer(
         vocab_size,
-        eod=_option(settings, "null_tokenizer_eod_id"),
-        pad=_option(settings, "null_tokenizer_pad_id"),
-        extra_eod=bool(_option(settings, "null_tokenizer_extra_eod")),
+        eod=settings.null_tokenizer_eod_id,
+        pad=settings.null_tokenizer_pad_id,
+        extra_eod=settings.null_tokenizer_extra_eod,
     )
 
 
-TOKENIZER_TYPES: dict[str, Callable[[TokenizerSettings, int | None], Tokenizer]] = {
+TOKENIZER_TYPES: dict[str, Callable[[TokenizerConfig, int | None], Tokenizer]] = {
     "GPT2BPETokenizer": _gpt2,
     "Llama2Tokenizer": _sentencepiece,
     "SentencePieceTokenizer": _sentencepiece,
@@ -95,20 +82,16 @@ OWN_OPTIONS = {
 """Settings that only one kind of tokenizer knows."""
 
 
-def _refuse_foreign(settings: TokenizerSettings, kind: str) -> None:
+def _refuse_foreign(settings: TokenizerConfig, kind: str) -> None:
     for name, builder in OWN_OPTIONS.items():
-        if _option(settings, name) not in (None, False, ()) and TOKENIZER_TYPES[kind] is not builder:
+        if getattr(settings, name) not in (None, False, ()) and TOKENIZER_TYPES[kind] is not builder:
             kinds = [known for known, its_builder in TOKENIZER_TYPES.items() if its_builder is builder]
             raise TokenizerError(
                 f"--{name.replace('_', '-')} has no meaning for --tokenizer-type {kind}; it belongs to {', '.join(kinds)}."
             )
 
 
-def _option(settings: TokenizerSettings, name: str) -> Any:
-    return getattr(settings, name, None)
-
-
-def _require(settings: TokenizerSettings, field: str, what: str, folder: bool = False) -> str:
+def _require(settings: TokenizerConfig, field: str, what: str, folder: bool = False) -> str:
     path, flag = getattr(settings, field), "--" + field.replace("_", "-")
     if not path:
         raise TokenizerError(f"--tokenizer-type {settings.tokenizer_type} needs {flag} FILE ({what}).")

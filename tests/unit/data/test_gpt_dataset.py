@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from domino_lm.config.data import DataConfig
+from domino_lm.data.blended import Blend
 from domino_lm.data.gpt_dataset import GPTDataset, GPTDatasetConfig, attention_mask, parse_split, split_ranges
 from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter
 from domino_lm.data.indices import (
@@ -23,7 +26,7 @@ from domino_lm.data.indices import (
     shuffle_index_dtype,
 )
 from domino_lm.data.loader import Batches, SequentialSampler
-from domino_lm.data.splits import build_train_valid_test
+from domino_lm.data.splits import DataSources, Splits, build_splits
 
 EOD = 0
 
@@ -48,8 +51,13 @@ def prefix(tmp_path: Path) -> Path:
 
 def dataset(prefix: Path, num_samples: int | None = None, split: Any = "train", cache: Path | None = None, **config: Any) -> GPTDataset:
     indexed = IndexedDataset(prefix)
-    settings = GPTDatasetConfig(**{"sequence_length": 8, "seed": 1, "eod": EOD, **config})
+    resets = DataConfig(**{name: config.pop(name) for name in ("reset_position_ids", "reset_attention_mask") if name in config})
+    settings = GPTDatasetConfig(**{"sequence_length": 8, "seed": 1, "eod": EOD, "data": resets, **config})
     return GPTDataset(indexed, range(len(indexed)), split, num_samples, settings, cache)
+
+
+def build(prefix: Path, split: str = "1", sizes: Sequence[int | None] = (None, 0, 0), config: GPTDatasetConfig | None = None) -> Splits:
+    return build_splits(DataSources(blend=Blend((str(prefix),)), split=split), sizes, config or GPTDatasetConfig(sequence_length=8, seed=1))
 
 
 def stream(data: GPTDataset) -> np.ndarray:
@@ -74,16 +82,17 @@ def test_a_split_of_weight_0_is_none() -> None:
 def test_a_split_with_a_weight_but_no_sequence_is_refused(prefix: Path, size: int | None) -> None:
     config = GPTDatasetConfig(sequence_length=8, seed=1)
     with pytest.raises(DatasetError, match=r"the test split has 0 of 20 sequences.*--split"):
-        build_train_valid_test(prefix, "969,30,1", (None, None if size is None else 0, size), config)
+        build(prefix, "969,30,1", (None, None if size is None else 0, size), config)
 
 
 def test_a_split_without_sequences_is_none_when_nothing_is_asked_of_it(prefix: Path) -> None:
-    assert build_train_valid_test(prefix, "99,1,0", (None, 0, 0), GPTDatasetConfig(sequence_length=8, seed=1))[1:] == (None, None)
+    splits = build(prefix, "99,1,0", (None, 0, 0))
+    assert (splits.valid, splits.test) == ([], None)
 
 
 def test_data_without_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="has no tokens"):
-        build_train_valid_test(write(tmp_path / "none", []), "1", (None, 0, 0), GPTDatasetConfig(sequence_length=8, seed=1))
+        build(write(tmp_path / "none", []))
 
 
 def test_sequences_without_tokens_are_refused(tmp_path: Path) -> None:
@@ -104,7 +113,7 @@ def test_multimodal_data_is_refused(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "x", np.int32, multimodal=True) as writer:
         writer.add_documents(np.ones(20, np.int32), [20], [1], [1])
     with pytest.raises(DatasetError, match="multimodal"):
-        build_train_valid_test(tmp_path / "x", "1", (None, 0, 0), GPTDatasetConfig(sequence_length=8, seed=1))
+        build(tmp_path / "x")
 
 
 def test_too_few_tokens_for_one_sample_are_refused(prefix: Path) -> None:
@@ -117,7 +126,7 @@ def test_samples_that_repeat_tokens_of_a_tiny_split_are_warned_of(prefix: Path) 
         assert len(dataset(prefix, 3, sequence_length=200)) >= 3
 
 
-@pytest.mark.parametrize("bad", [{"sequence_length": 0}, {"seed": -1}, {"eod": None, "eod_mask_loss": True}])
+@pytest.mark.parametrize("bad", [{"sequence_length": 0}, {"seed": -1}, {"eod": None, "data": DataConfig(eod_mask_loss=True)}])
 def test_settings_that_cannot_work_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(DatasetError, match="--"):
         GPTDatasetConfig(**{"sequence_length": 8, "seed": 1, **bad})
