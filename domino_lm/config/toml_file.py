@@ -17,7 +17,7 @@ PRESET = "preset"
 
 
 def read_config(path: str | os.PathLike[str], gone: Collection[str] = ()) -> dict[str, object]:
-    """Flat field names and values of a TOML file, and ``preset`` where it names one.
+    """Flat field names and values of a TOML file, and ``preset`` if it names one.
 
     Keys are field names, with ``_`` or ``-``, at the top or in the table of their part (``[model]``, ``[training]``, ...).
     Settings that are ``gone`` are returned as the file has them. Raises ConfigError, with every fault of the file in the one message.
@@ -60,7 +60,7 @@ def config_text(run: RunConfig) -> str:
 
 
 def require_writable(folder: str) -> None:
-    """Make ``folder`` where it is missing, and a file in it for a moment: a run must not find out after hours. Raises ConfigError."""
+    """Make ``folder`` if it is missing, and a file in it for a moment: a run must not find out after hours. Raises ConfigError."""
     probe = Path(folder) / f".writable.tmp-{os.getpid()}"
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +71,9 @@ def require_writable(folder: str) -> None:
 
 
 def save_config(run: RunConfig, folder: str) -> Path:
-    """Write ``config.toml`` into ``folder``, made where it is missing; the file appears whole or not at all.
+    """Write ``config.toml`` into ``folder``, made if it is missing; the file appears whole or not at all.
 
-    Raises ConfigError where the folder cannot be written.
+    Raises ConfigError if the folder cannot be written.
     """
     path = Path(folder) / CONFIG_NAME
     unfinished = path.with_name(f".{CONFIG_NAME}.tmp-{os.getpid()}")

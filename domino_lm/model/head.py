@@ -26,7 +26,7 @@ class LocalSoftmax(NamedTuple):
 
 
 class Head(Part):
-    """Logits stay cut over the vocabulary; ranks exchange three numbers a token: maximum, sum of exponentials, target logit.
+    """Logits stay cut over the vocabulary; ranks exchange three numbers per token: maximum, sum of exponentials, target logit.
 
     ``vocab_rows`` is the true vocabulary if padded columns are kept out of the softmax, or None if they take part.
     The softmax is computed in fp32, or float64 for float64 models. A subclass may write ``core(logits, ctx)`` (a soft cap, a scale),
@@ -40,7 +40,7 @@ class Head(Part):
 
     def __init__(self, tp: Communicator, weight: Parameter, vocab_rows: int | None) -> None:
         self.tp = tp
-        self.weight = weight  # [v/t, h], the embedding's own table where they are tied
+        self.weight = weight  # [v/t, h], the embedding's own table if they are tied
         assert not self.core_parameters(), "a head's core has no weights of its own"
         self.true_columns = None if vocab_rows is None else max(0, vocab_rows - tp.rank * weight.shape[0])
 
@@ -77,7 +77,7 @@ class Head(Part):
         return d_logits.to(self.weight.dtype), (losses * ctx.row.loss_mask).sum()
 
     def tail_grad(self, d_logits: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
-        """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
+        """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` if one is given."""
         return self.kernels.head_linear.dgrad_columns(d_logits, self.weight, columns, out)
 
     def wgrad(self, ctx: RowContext, d_logits: Tensor) -> None:

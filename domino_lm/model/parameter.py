@@ -14,7 +14,7 @@ from domino_lm.parallel.random import name_seed
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """Where a local tensor belongs."""
+    """The place of a local tensor in the unsharded model and in checkpoints."""
 
     name: str
     """Megatron's model name, ``decoder.layers.3.self_attention.linear_qkv.weight``."""
@@ -23,7 +23,7 @@ class ParameterSpec:
     """Megatron's torch_dist key; layers share one: ``decoder.layers.self_attention.linear_qkv.weight``."""
 
     layer: int | None = None
-    """Index along the leading dimension that the key stacks layers on; None where nothing is stacked."""
+    """Index along the leading dimension that the key stacks layers on; None if nothing is stacked."""
 
     num_layers: int = 1
     """Length of that dimension."""
@@ -32,13 +32,13 @@ class ParameterSpec:
     """Unsharded shape of this layer's tensor, vocabulary rows padded for this tensor-parallel size."""
 
     shard_dim: int | None = None
-    """Dimension that is cut over tensor-parallel ranks; None where every rank holds the whole."""
+    """Dimension that is cut over tensor-parallel ranks; None if every rank holds the whole."""
 
     shard_blocks: int = 1
     """Equal blocks along ``shard_dim`` that are each cut: 2 for SwiGLU's input, gate rows before up rows."""
 
     vocab_rows: int | None = None
-    """True rows where dimension 0 is the padded vocabulary."""
+    """True rows if dimension 0 is the padded vocabulary."""
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         """The part of an unsharded tensor that ``rank`` of ``size`` holds, contiguous."""
@@ -80,7 +80,7 @@ class Parameter(torch.nn.Parameter):
 class ParameterFactory:
     """Makes a model's parameters, each from a seed of its own name, over its true rows.
 
-    Neither the tensor-parallel size nor the padding of the vocabulary changes what a parameter starts from.
+    Neither the tensor-parallel size nor the padding of the vocabulary changes a parameter's initial values.
     """
 
     tp: Communicator

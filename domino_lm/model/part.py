@@ -18,7 +18,7 @@ ALL_COLUMNS = slice(None)
 
 
 class Part:
-    """A link of the chain; even links are sharded, odd ones replicated."""
+    """A part of the chain: even ones are sharded, odd ones replicated."""
 
     sharded: bool
     forward_collective: str | None = None
@@ -33,7 +33,7 @@ class Part:
         return (value for value in vars(self).values() if isinstance(value, Parameter))
 
     def core(self, h: Tensor, ctx: RowContext) -> Tensor:
-        """What lies between the explicit pieces of the part, differentiable in ``h``; the identity costs nothing."""
+        """The function between the part's explicit GEMMs, differentiable in ``h``; by default the identity, at no cost."""
         return h
 
     @property
@@ -117,7 +117,7 @@ class ShardedPart(Part, ABC):
             self.body(x, ctx)
 
     def tail(self, mid: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
-        """Second GEMM for the output ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
+        """Second GEMM for the output ``columns``: this rank's partial sum [s, b, columns], in ``out`` if one is given."""
         return self.kernels.linear.forward_columns(mid, self.w_out, columns, out)
 
     def body_grad(self, dy: Tensor, ctx: RowContext) -> Tensor:
@@ -131,7 +131,7 @@ class ShardedPart(Part, ABC):
         return dh
 
     def tail_grad(self, dh: Tensor, columns: slice = ALL_COLUMNS, out: Tensor | None = None) -> Tensor:
-        """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` where one is given."""
+        """Gradient by the input's ``columns``: this rank's partial sum [s, b, columns], in ``out`` if one is given."""
         return self.kernels.linear.dgrad_columns(dh, self.w_in, columns, out)
 
     def wgrad(self, ctx: RowContext, dh: Tensor) -> None:

@@ -32,7 +32,7 @@ def rotation_table(
 
 
 def scaled(frequencies: Tensor, factor: float) -> Tensor:
-    """Frequencies as Llama 3.1 has them: low ones divided by ``factor``, high ones as they were, a straight line in turns between."""
+    """Llama 3.1's frequencies: low ones divided by ``factor``, high ones unchanged, interpolated linearly in turns between."""
     turns = ORIGINAL_LENGTH * frequencies / (2 * math.pi)  # in the original length
     kept = ((turns - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
