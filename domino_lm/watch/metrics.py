@@ -88,52 +88,38 @@ class SpeedScale:
 
 
 class LogInterval:
-    """Sums over the steps between two log lines."""
+    """The steps between two log lines."""
 
     def __init__(self, scale: SpeedScale | None = None, log_throughput: bool = False) -> None:
         self._scale, self._log_throughput = scale, log_throughput
-        self.clear()
+        self._reports: list[StepReport] = []
 
     def clear(self) -> None:
         """Begin the next interval."""
-        self.steps = 0
-        self.loss_sum = 0.0
-        self.tokens = 0
-        self.seconds = 0.0
-        self.sequences = 0
-        self.data_s = 0.0
-        self.exposed_s: float | None = None
-        self.recorded_s = 0.0
-        self.skipped = 0
-        self.bad_losses = 0
+        self._reports.clear()
 
     def add(self, report: StepReport) -> None:
-        """Count one step; the loss of a skipped one stays out of the mean."""
-        self.steps += 1
-        self.seconds += report.seconds
-        self.sequences += report.batch_size
-        self.data_s += report.data_seconds
-        self.skipped += report.skipped
-        self.bad_losses += report.bad_loss
-        if report.exposed_s is not None:
-            self.exposed_s = (self.exposed_s or 0.0) + report.exposed_s
-            self.recorded_s += report.seconds
-        if not report.skipped:
-            self.loss_sum += report.loss_sum
-            self.tokens += report.tokens
+        """Count one step."""
+        self._reports.append(report)
+
+    @property
+    def _sequences_and_seconds(self) -> tuple[int, float]:
+        return sum(report.batch_size for report in self._reports), sum(report.seconds for report in self._reports)
 
     def line(self, last: StepReport, train_iters: int, now: datetime) -> str:
-        """Megatron's log line; the loss is the mean over the interval's tokens."""
-        loss = self.loss_sum / max(self.tokens, 1)
+        """Megatron's log line; the loss is the mean over the tokens of the interval's steps that were not skipped."""
+        counted = [report for report in self._reports if not report.skipped]
+        loss = sum(report.loss_sum for report in counted) / max(sum(report.tokens for report in counted), 1)
+        sequences, seconds = self._sequences_and_seconds
         throughput = []
         if self._log_throughput and self._scale is not None:
-            throughput = [f"throughput per GPU (TFLOP/s/GPU): {self._scale.tflops_per_rank(self.sequences, self.seconds):.1f}"]
+            throughput = [f"throughput per GPU (TFLOP/s/GPU): {self._scale.tflops_per_rank(sequences, seconds):.1f}"]
         extra = [f"num zeros: {last.num_zeros:.1f}"] if last.num_zeros is not None else []
         extra += [f"params norm: {last.params_norm:.3f}"] if last.params_norm is not None else []
         fields = [
             f"iteration {last.iteration:8d}/{train_iters:8d}",
             f"consumed samples: {last.consumed_samples:12d}",
-            f"elapsed time per iteration (ms): {self.seconds * 1000 / self.steps:.1f}",
+            f"elapsed time per iteration (ms): {seconds * 1000 / len(self._reports):.1f}",
             *throughput,
             f"learning rate: {last.learning_rate:.6E}",
             f"global batch size: {last.batch_size:5d}",
@@ -141,21 +127,23 @@ class LogInterval:
             f"loss scale: {last.loss_scale:.1f}",
             f"grad norm: {last.grad_norm:.3f}",
             *extra,
-            f"number of skipped iterations: {self.skipped:3d}",
-            f"number of nan iterations: {self.bad_losses:3d}",
+            f"number of skipped iterations: {len(self._reports) - len(counted):3d}",
+            f"number of nan iterations: {sum(report.bad_loss for report in self._reports):3d}",
         ]
         return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
 
     def speed_line(self, memory_bytes: float) -> str:
         """Tokens per second, what the steps waited for, memory and MFU."""
         assert self._scale is not None, "a line about speed needs the run's scale"
-        exposed = "n/a" if self.exposed_s is None else f"{self.exposed_s / max(self.recorded_s, 1e-9):.1%} of a step"
-        mfu = self._scale.mfu(self.sequences, self.seconds)
+        recorded = [(report.exposed_s, report.seconds) for report in self._reports if report.exposed_s is not None]
+        share = sum(exposed_s for exposed_s, _ in recorded) / max(sum(seconds for _, seconds in recorded), 1e-9)
+        sequences, seconds = self._sequences_and_seconds
+        mfu = self._scale.mfu(sequences, seconds)
         return " | ".join(
             [
-                f"   tokens/s: {self._scale.tokens_per_s(self.sequences, self.seconds):,.0f}",
-                f"exposed communication: {exposed}",
-                f"waiting for data: {self.data_s * 1000 / self.steps:.1f} ms per step",
+                f"   tokens/s: {self._scale.tokens_per_s(sequences, seconds):,.0f}",
+                "exposed communication: " + (f"{share:.1%} of a step" if recorded else "n/a"),
+                f"waiting for data: {sum(report.data_seconds for report in self._reports) * 1000 / len(self._reports):.1f} ms per step",
                 f"memory: {memory_bytes / GIB:.2f} GiB",
                 "MFU: " + ("n/a" if mfu is None else f"{mfu:.1%}"),
             ]
