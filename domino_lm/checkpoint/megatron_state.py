@@ -76,7 +76,7 @@ def arithmetic_of(common: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_state(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Samples consumed and, where the checkpoint has them, the learning-rate schedule and the loss scale, as `Trainer` saves them."""
+    """Samples consumed and, if the checkpoint has them, the learning-rate schedule and the loss scale, as `Trainer` saves them."""
     args, scheduler = values_of(common.get("args")), common.get("opt_param_scheduler") or {}
     iteration, state = int(common.get("iteration") or 0), {}
     if "num_steps" in scheduler:
@@ -106,7 +106,7 @@ def _loss_scale(common: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def grad_scaler_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The loss scale as Megatron's `DynamicGradScaler` saves it; None where ``state`` has none."""
+    """The loss scale as Megatron's `DynamicGradScaler` saves it; None if ``state`` has none."""
     found = state.get("loss_scaler")
     return None if not found else {**{name: int(found[name]) for name in LOSS_SCALE[1:]}, "scale": torch.tensor([found["scale"]])}
 
@@ -175,7 +175,7 @@ def megatron_args(
 
 
 def scheduler_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The learning-rate schedule as Megatron's `OptimizerParamScheduler` saves it; None where ``state`` has none."""
+    """The learning-rate schedule as Megatron's `OptimizerParamScheduler` saves it; None if ``state`` has none."""
     schedule = state.get("learning_rate")
     if schedule is None:
         return None
@@ -207,7 +207,7 @@ def param_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
             "default_config": True,
             "max_lr": schedule.get("peak"),
             "min_lr": schedule.get("minimum"),
-            "lr": schedule.get("minimum", 0.0),  # set anew by the schedule before each step
+            "lr": schedule.get("minimum", 0.0),  # the schedule sets it before each step
             "betas": (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999)),
             "eps": settings.get("adam_eps", 1e-8),
             "weight_decay": weight_decay * multiplier,

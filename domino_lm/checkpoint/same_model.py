@@ -52,9 +52,9 @@ def _value(model: dict[str, Any], name: str) -> object:
 
 
 def settings_of_model(folder: Path | str, iteration: int | None = None) -> dict[str, object] | None:
-    """Settings of the model that the checkpoint in ``folder`` holds, by field name; None where there is no checkpoint.
+    """Settings of the model that the checkpoint in ``folder`` holds, by field name; None if there is no checkpoint.
 
-    Those of padding and of initial weights are left out: they are the run's business. Raises CheckpointError where the
+    Those of padding and of initial weights are left out: they are the run's business. Raises CheckpointError if the
     checkpoint does not say what its model is.
     """
     path = find_checkpoint(folder, iteration)

@@ -24,7 +24,7 @@ class CheckpointConfig:
     """End with an error when --load holds no checkpoint, instead of starting from scratch."""
 
     finetune: bool = False
-    """Start a new run from the weights of --load: iteration, optimizer, learning-rate schedule and data begin anew."""
+    """Start a new run from the weights of --load: iteration, optimizer, learning-rate schedule and data start from the beginning."""
 
     ckpt_step: PositiveInt | None = None
     """Iteration of --load to take; None takes the latest complete one."""
@@ -33,7 +33,7 @@ class CheckpointConfig:
     """Take the model's settings from the checkpoint in --load, whatever the command line says of them; vocabulary and tokenizer stay this command's. Without a checkpoint there the command line holds."""
 
     no_load_optim: bool = False
-    """Load weights alone; optimizer, schedule and iteration start anew."""
+    """Load weights alone; optimizer, schedule and iteration start from the beginning."""
 
     no_save_optim: bool = False
     """Save weights alone: smaller checkpoints, which load with --no-load-optim or --finetune only."""

@@ -61,7 +61,7 @@ class DataConfig:
     """Prefix of a .bin/.idx pair made by tools/preprocess_data.py; several to blend them by size, or pairs of weight and prefix to blend them by weight."""
 
     split: str | None = None
-    """Shares of training, validation and test, counted in sequences of each source (969,30,1 where none is given)."""
+    """Shares of training, validation and test, counted in sequences of each source (969,30,1 if none is given)."""
 
     train_data_path: tuple[str, ...] | None = None
     """Prefixes, or weights and prefixes, of training alone; excludes --data-path and --split."""
@@ -91,7 +91,7 @@ class DataConfig:
     """Evaluate on the whole validation split each time instead of --eval-iters batches."""
 
     dataloader_type: Literal["single", "cyclic"] = "single"
-    """single reads the samples in the order of the data set; cyclic permutes them anew in every pass."""
+    """single reads the samples in the order of the data set; cyclic permutes them again in every pass."""
 
     data_sharding: bool = True
     """With cyclic, each data-parallel rank permutes a share of its own; --no-data-sharding deals one permutation out."""
@@ -109,7 +109,7 @@ class DataConfig:
     """Keep tokens from attending across an end of document. Materialises masks, which is slower."""
 
     eod_mask_loss: bool = False
-    """Take no loss where the input is an end of document."""
+    """Take no loss if the input is an end of document."""
 
     @property
     def needs_eod(self) -> list[str]:

@@ -31,10 +31,10 @@ class KernelConfig:
     """How 8-bit operands are scaled: tensorwise finds one number for each tensor from the tensor itself."""
 
     gradient_accumulation_fusion: bool = True
-    """Add weight gradients to fp32 memory inside their GEMM on GPUs: by NVIDIA Apex where it is installed, else by PyTorch where it can."""
+    """Add weight gradients to fp32 memory inside their GEMM on GPUs: by NVIDIA Apex if it is installed, else by PyTorch if it can."""
 
     persist_layer_norm: bool = True
-    """Use Apex's persistent LayerNorm where it is installed and knows the width; --no-persist-layer-norm takes its fused one."""
+    """Use Apex's persistent LayerNorm if it is installed and knows the width; --no-persist-layer-norm takes its fused one."""
 
     apex_optimizer: bool = False
     """AdamW by Apex's fused kernel in place of PyTorch's, which does the same in one pass too."""

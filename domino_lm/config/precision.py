@@ -49,7 +49,7 @@ class PrecisionConfig:
     """First moments as they are kept, fp32 or bf16; the update itself is in fp32."""
 
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Second moments as they are kept, fp32, or bf16 where --adam-beta2 moves them by more than bf16 rounds."""
+    """Second moments as they are kept, fp32, or bf16 if --adam-beta2 moves them by more than bf16 rounds."""
 
     @property
     def params_dtype(self) -> str:
@@ -83,6 +83,6 @@ class PrecisionConfig:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the optimizer keeps for a weight: two moments, and a master weight where weights are narrower than fp32."""
+        """Bytes that the optimizer keeps per weight: two moments, and a master weight if weights are narrower than fp32."""
         moments = BYTES[NAMES[self.exp_avg_dtype]] + BYTES[NAMES[self.exp_avg_sq_dtype]]
         return moments + (4 if self.element_bytes < 4 else 0)

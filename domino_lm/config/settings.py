@@ -148,7 +148,7 @@ class ParallelConfig:
     """Ranks t that share each layer's matrices; neighbours in rank order, so keep it within a node."""
 
     distributed_backend: Literal["gloo", "nccl"] | None = None
-    """gloo or nccl; None takes nccl where CUDA is available, else gloo."""
+    """gloo or nccl; None takes nccl if CUDA is available, else gloo."""
 
     distributed_timeout_minutes: PositiveInt = 10
     """A collective that takes longer ends the run with an error instead of a hang."""
@@ -159,16 +159,16 @@ class ScheduleConfig:
     """How one step's work is sliced and ordered."""
 
     schedule: Literal["baseline", "domino", "auto"] | None = None
-    """domino interleaves slices so that collectives travel behind compute; baseline is Megatron's order; auto measures this machine, simulates the cuts and takes the fastest; None takes domino, or baseline where --tensor-model-parallel-size is 1."""
+    """domino interleaves slices so that collectives travel behind compute; baseline is Megatron's order; auto measures this machine, simulates the cuts and takes the fastest; None takes domino, or baseline if --tensor-model-parallel-size is 1."""
 
     domino_calibration: str | None = None
-    """What --schedule auto knows of the machine: a known name (dgx-h100), or a .json file, which is read where it exists and else measured and written."""
+    """What --schedule auto knows of the machine: a known name (dgx-h100), or a .json file, which is read if it exists and else measured and written."""
 
     domino_row_slices: PositiveInt | None = None
     """Rows that each micro-batch is cut into; None takes min(2, micro-batch size), or 4 along the sequence; 1 cuts nothing."""
 
     domino_row_dim: Literal["batch", "sequence"] | None = None
-    """batch: a row is some of the sequences; sequence: a row is a stretch of every sequence, which works at micro-batch size 1; None takes batch, or sequence where the micro-batch holds one."""
+    """batch: a row is some of the sequences; sequence: a row is a stretch of every sequence, which works at micro-batch size 1; None takes batch, or sequence if the micro-batch holds one."""
 
     domino_column_slices: PositiveInt = 1
     """Column blocks that the GEMM before each all-reduce is cut into, each reduced while the next is computed; must divide the hidden size."""
@@ -208,7 +208,7 @@ class ScheduleConfig:
 
     @property
     def sharding(self) -> Sharding:
-        """What data-parallel ranks share out, where there is more than one."""
+        """What data-parallel ranks share out, if there is more than one."""
         return self.data_parallel_sharding_strategy or ("optim" if self.use_distributed_optimizer else "no_shard")
 
 
@@ -354,10 +354,10 @@ class LoggingConfig:
     """Record the number of ranks."""
 
     metrics_file: str | None = None
-    """Write every step and evaluation here, a JSON object a line; a resumed run goes on in it."""
+    """Write every step and evaluation here, one JSON object per line; a resumed run appends to it."""
 
     peak_tflops: PositiveFloat | None = None
-    """Dense peak of one device in TFLOP/s, in the run's precision, which MFU is taken of; None takes that of known GPUs, and elsewhere MFU is n/a."""
+    """Dense peak of one device in TFLOP/s, in the run's precision, of which MFU is a fraction; None takes that of known GPUs, and on others MFU is n/a."""
 
     wandb_project: str | None = None
     """Weights & Biases project to log to; needs the package wandb."""
