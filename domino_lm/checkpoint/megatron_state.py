@@ -18,7 +18,7 @@ from domino_lm.config.settings import ModelConfig
 
 CHECKPOINT_VERSION = 3.0
 LOSS_SCALE = ("scale", "growth_tracker", "hysteresis_tracker")
-"""What a checkpoint holds of a dynamic loss scale."""
+"""A checkpoint's keys of a dynamic loss scale."""
 _SAME_NAME = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention kv_channels seq_length max_position_embeddings "
     "position_embedding_type rotary_base use_rope_scaling rope_scaling_factor normalization swiglu bias_gelu_fusion add_bias_linear untie_embeddings_and_output_weights "

@@ -63,7 +63,7 @@ class Bucket:
         return self.flat.untyped_storage().nbytes() + own
 
     def owned(self) -> Iterator[Owned]:
-        """What this rank updates under the distributed optimizer, parameter by parameter; padding is left out."""
+        """This rank's elements under the distributed optimizer, parameter by parameter, without padding."""
         assert self.weights is not None, "without the distributed optimizer every rank updates all"
         begin = self._own.start
         for parameter, first, last in self._spans():
@@ -76,7 +76,7 @@ class Bucket:
         (self.shard if self.sharding == "optim_grads" else self.flat).zero_()
 
     def acquire(self) -> None:
-        """Before the first gradient of a micro-batch is written: memory for all of them, zeroed, where there is none."""
+        """Before the first gradient of a micro-batch is written: allocate all of them, zeroed, unless they have memory."""
         if self.sharding == "optim_grads" and self.flat.untyped_storage().nbytes() == 0:
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
             self.flat.zero_()
@@ -90,7 +90,7 @@ class Bucket:
         return self._dp.reduce_scatter_start(self.flat)
 
     def reduced(self, found: Tensor) -> None:
-        """Take what the redeemed reduction has handed over."""
+        """Take the result of the redeemed reduction."""
         if self.sharding == "optim_grads":
             self.shard.add_(found)
             self._release()

@@ -53,7 +53,7 @@ class Point(NamedTuple):
 
 
 def sweep(model: ModelConfig, hardware: Hardware, grid: Grid, processes: int) -> list[Point]:
-    """Every point of ``grid`` that can run, in the order of the grid. Raises ConfigError where none can."""
+    """Every point of ``grid`` that can run, in the order of the grid. Raises ConfigError if none can."""
     tasks = list(_tasks(model, hardware, grid))
     if not tasks:
         raise ConfigError(

@@ -91,8 +91,8 @@ class Optimizer:
     """AdamW over a rank's pieces of its parameters, with clipping by the global norm.
 
     Pieces are whole parameters, or under the distributed optimizer what this rank owns of ``gradients``, whose norm is summed
-    over ``world``; they take the memory that parameters have by then. ``exp_avg`` and ``exp_avg_sq`` hold the moments in the order of ``pieces``, each of its ``main``'s shape; they exist from the start, so
-    that a checkpoint can be loaded before the first step. They are kept in ``moment_dtypes``, by default as ``main`` is, and
+    over ``world``; they use the parameters' memory of that moment. ``exp_avg`` and ``exp_avg_sq`` hold the moments in the
+    order of ``pieces``, each of its ``main``'s shape, from the start, so that a checkpoint can be loaded before the first step. They are kept in ``moment_dtypes``, by default as ``main`` is, and
     updated in ``main``'s dtype. ``main_grad`` must be reduced over data parallelism before `step`, and hold gradients of a
     loss multiplied by ``loss_scale`` if one is given.
     """
@@ -188,13 +188,13 @@ class Optimizer:
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """Bring every master weight into its parameter, rounded."""
+        """Round every master weight into its parameter."""
         if self._masters:
             torch._foreach_copy_([piece.weights for piece in self._masters], [piece.main for piece in self._masters])
 
     @torch.no_grad()
     def read_parameters(self) -> None:
-        """Set every master weight to what its parameter holds."""
+        """Set every master weight to its parameter's value."""
         if self._masters:
             torch._foreach_copy_([piece.main for piece in self._masters], [piece.weights for piece in self._masters])
 

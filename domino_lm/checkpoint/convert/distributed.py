@@ -70,7 +70,7 @@ def read_native(path: Path) -> StoredModel:
 
 
 def read_torch_dist(path: Path, model: ModelConfig | None = None) -> StoredModel:
-    """A torch_dist checkpoint of Megatron's; ``model`` stands in where it holds no arguments."""
+    """A torch_dist checkpoint of Megatron's; ``model`` is used if it holds no arguments."""
     metadata = read_metadata(path)
     record = read_megatron_record(path, metadata)
     common = read_common(path, metadata)
@@ -111,7 +111,7 @@ def write_native(stored: StoredModel, folder: Path) -> None:
 def write_torch_dist(stored: StoredModel, folder: Path, tensor_parallel: int) -> None:
     """Write what Megatron reads with ``--ckpt-format torch_dist`` at any size; the vocabulary is padded for ``tensor_parallel`` ranks."""
     rows = padded_rows(stored.model, tensor_parallel)
-    empty = _saved([None])  # what Megatron keeps of a linear layer without fp8
+    empty = _saved([None])  # Megatron's extra state of a linear layer without fp8
     layers = stored.model.num_layers
     objects = {f"decoder.layers.{name}._extra_state/shard_{i}_{layers}": empty for name in PARALLEL_LINEARS for i in range(layers)}
     for rank in range(tensor_parallel):
@@ -174,7 +174,7 @@ def _planned(stored: StoredModel) -> list[tuple[str, ParameterSpec, Role, torch.
 
 
 def _reader(path: Path, metadata: Metadata, rows: int) -> Callable[[ParameterSpec, Role], Tensor]:
-    """Reads whole tensors; weights in fp32 where the checkpoint keeps them so beside its own."""
+    """Reads whole tensors; weights in fp32 if the checkpoint keeps them so beside its own."""
     masters = MASTER_PREFIX + WORD_EMBEDDINGS in metadata.state_dict_metadata
 
     def read(spec: ParameterSpec, role: Role) -> Tensor:

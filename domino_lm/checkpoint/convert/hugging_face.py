@@ -62,7 +62,7 @@ def read_hugging_face(path: Path) -> StoredModel:
 
 
 def _refuse_unread(path: Path, layout: Layout, files: _Tensors) -> None:
-    """Raise CheckpointError where the folder holds weights that the model of its config.json does not have."""
+    """Raise CheckpointError if the folder holds weights that the model of its config.json does not have."""
     used = {piece for spec in parameter_specs(layout.model) for piece, _ in layout.pieces(spec.name)}
     used |= {name.removeprefix("transformer.") for name in used}
     if not layout.model.untie_embeddings_and_output_weights:
