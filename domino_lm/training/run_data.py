@@ -139,10 +139,10 @@ def evaluation_batches(dataset: Dataset, run: RunConfig, mesh: ParallelMesh, num
     size = run.training.micro_batch_size
     sampler: Sampler
     if run.data.full_validation and dataset.split == "valid":
-        sampler = FullPassSampler(len(dataset), micro_batch_size=size, data_parallel_rank=mesh.dp.rank, data_parallel_size=mesh.dp.size)
+        sampler = FullPassSampler(len(dataset), **_dealt(mesh, size))
         count = len(sampler)
     else:
-        sampler = SequentialSampler(len(dataset), micro_batch_size=size, data_parallel_rank=mesh.dp.rank, data_parallel_size=mesh.dp.size)
+        sampler = SequentialSampler(len(dataset), **_dealt(mesh, size))
         count = run.training.eval_iters * num_micro_batches
     batches = Batches(dataset, sampler, run.data.num_workers)
     try:
@@ -153,19 +153,12 @@ def evaluation_batches(dataset: Dataset, run: RunConfig, mesh: ParallelMesh, num
 
 
 def _sampler(samples: int, consumed_samples: int, micro_batch_size: int, mesh: ParallelMesh, settings: DataConfig) -> Sampler:
+    dealt = {**_dealt(mesh, micro_batch_size), "consumed_samples": consumed_samples}
     if settings.dataloader_type == "cyclic":
-        return CyclicSampler(
-            samples,
-            micro_batch_size=micro_batch_size,
-            consumed_samples=consumed_samples,
-            data_parallel_rank=mesh.dp.rank,
-            data_parallel_size=mesh.dp.size,
-            data_sharding=settings.data_sharding,
-        )
-    return SequentialSampler(
-        samples,
-        micro_batch_size=micro_batch_size,
-        consumed_samples=consumed_samples,
-        data_parallel_rank=mesh.dp.rank,
-        data_parallel_size=mesh.dp.size,
-    )
+        return CyclicSampler(samples, data_sharding=settings.data_sharding, **dealt)
+    return SequentialSampler(samples, **dealt)
+
+
+def _dealt(mesh: ParallelMesh, micro_batch_size: int) -> dict[str, Any]:
+    """How samples are dealt to the data-parallel ranks."""
+    return {"micro_batch_size": micro_batch_size, "data_parallel_rank": mesh.dp.rank, "data_parallel_size": mesh.dp.size}
