@@ -47,7 +47,7 @@ def can_shard(model: ModelConfig, tp: int) -> bool:
 
 
 def widest_tensor_parallel(run: RunConfig, ranks: int) -> int:
-    """The most of ``ranks``, a divisor of them, that can share the model; 1 where none can, or where numbers are at fault."""
+    """The most of ``ranks``, a divisor of them, that can share the model; 1 if none can, or if numbers are at fault."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return 1 if any(_number_faults(run)) else max((size for size in sizes if can_shard(run.model, size)), default=1)
 

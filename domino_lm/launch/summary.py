@@ -144,7 +144,7 @@ def foreseen_schedule(run: RunConfig, world_size: int) -> tuple[RunConfig, str]:
     """``run`` with the schedule that auto would take, and the table that says why; nothing is measured for it.
 
     Simulates what ``--domino-calibration`` names or holds, else a machine that is known by its datasheet, and says so.
-    Raises ConfigError where nothing fits.
+    Raises ConfigError if nothing fits.
     """
     if run.schedule.schedule != "auto":
         return run, ""

@@ -161,11 +161,19 @@ class Optimizer:
             norms = torch.stack(torch._foreach_norm(tensors, 2, exact))  # [pieces], one launch instead of one for each
             each = norms.double().square()
             squares = each[: len(counted)].sum() + 0 * each[len(counted) :].sum()  # infinity times 0 is NaN
-        return self.sum_over_holders(squares).sqrt()
+        return self._holders.all_reduce(squares).sqrt()
 
-    def sum_over_holders(self, counted: Tensor) -> Tensor:
-        """A number that each rank has found in its `counted_pieces`, summed over the unsharded model, in place."""
-        return self._holders.all_reduce(counted)
+    def parameter_norm(self) -> Tensor:
+        """Norm of all weights of the unsharded model, 0-d."""
+        return self.norm_of([piece.weights for piece in self.counted_pieces()])
+
+    @torch.no_grad()
+    def zero_gradients(self) -> Tensor:
+        """How many entries of the unsharded model's reduced gradient are exactly 0, 0-d float64."""
+        zeros = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
+        for piece in self.counted_pieces():
+            zeros += piece.grad.numel() - torch.count_nonzero(piece.grad)
+        return self._holders.all_reduce(zeros)
 
     @torch.no_grad()
     def step(self, lr: float | Tensor, bad_loss: Tensor | None = None) -> StepInfo:

@@ -32,7 +32,6 @@ from domino_lm.training.apex_adam import find_adamw
 from domino_lm.training.garbage import GarbageCollection
 from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
-from domino_lm.training.norms import parameter_norm, zero_gradients
 from domino_lm.training.optimizer import Optimizer, StepInfo
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.skipped_steps import SkippedSteps
@@ -292,10 +291,10 @@ class Trainer:
         bad_loss = torch.logical_not(torch.isfinite(self.executor.loss_sum())).to(torch.float32)
         self._logged = []
         if logging.log_num_zeros_in_grad:
-            self._logged.append(zero_gradients(self.optimizer))
+            self._logged.append(self.optimizer.zero_gradients())
         self._update_info = self.optimizer.step(self._rate(), self.mesh.dp.all_reduce(bad_loss))
         if logging.log_params_norm:
-            self._logged.append(parameter_norm(self.optimizer))
+            self._logged.append(self.optimizer.parameter_norm())
 
     def _rate(self) -> float | torch.Tensor:
         """The step's learning rate, in device memory if the update is captured and must not hold its number."""
