@@ -16,7 +16,7 @@ STATE_FILE = "state.json"
 BACKEND_FILE = "metadata.json"
 LEGACY_FILE = "model_optim_rng.pt"
 NATIVE_MARK = b"domino_lm_state"
-"""A key in the ``common.pt`` of native checkpoints, by which one whose ``state.json`` is lost is told from Megatron's."""
+"""A key in the ``common.pt`` of native checkpoints, which tells one that has lost ``state.json`` from Megatron's."""
 _NO_TRACKER = f"there is no {TRACKER_FILE}"
 _RELEASE = "release"
 

@@ -44,7 +44,7 @@ _RECORDS = {
 }
 
 _PRESENT_NAMES = {"optimizer.state.param.": "optimizer.state.fp32_param."}
-"""Megatron's distributed optimizer calls its fp32 weights otherwise than its plain one does; the name stands in the index alone."""
+"""Prefix of fp32 weights in checkpoints of Megatron's distributed optimizer, and that of its plain optimizer, used here for both."""
 
 
 class CheckpointError(ValueError):
@@ -80,7 +80,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()):
-            # A class of its own for each name and load: a file that rewrites the class reaches nobody else.
+            # A class of its own for each name and load: a file that rewrites the class changes no other load.
             return type(name, (Inert,), {"name": name})
         if (module, name) == ("torch", "Size"):
             return tuple

@@ -1,4 +1,4 @@
-"""A run that goes on with another mixture of data, or for longer: each source is read from its own next sample on.
+"""Resuming with another mixture of data, or for longer: each source continues at its own next sample.
 
 What a checkpoint keeps of the data is, for each source, how many of its samples are consumed and in which order they come
 (`DataRecord`). No rank, batch or layout occurs in it, so all of these may change between two parts of a run.
@@ -53,7 +53,7 @@ class DataRecord:
     weights: tuple[float, ...]
     sources: tuple[SourceRecord, ...]
     retired: tuple[SourceRecord, ...] = ()
-    """Sources of earlier mixtures that are not read at present; one that comes back goes on where it stood."""
+    """Sources of earlier mixtures that are not read at present; one that comes back continues where it stopped."""
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -164,10 +164,10 @@ def record_of(dataset: GPTDataset | BlendedDataset | ContinuedDataset, consumed:
 def continue_data(
     state: dict[str, Any], fresh: GPTDataset | BlendedDataset, consumed: int, end: int, cache_path: Path | None = None
 ) -> tuple[GPTDataset | BlendedDataset | ContinuedDataset, str | None]:
-    """The data of a run that goes on after ``consumed`` samples up to ``end``, and a line that says what changed, if anything.
+    """The data of a run resumed after ``consumed`` samples, up to ``end``, and a line that says what changed, if anything.
 
     ``fresh`` is what a run that begins now would read. It is read from its sample ``consumed`` on if the checkpoint's
-    run would have read the same; if the mixture is another, every source of it goes on at the number of its own samples
+    run would have read the same; if the mixture is another, every source of it continues at the number of its own samples
     that are consumed, one that is new begins at its first, and one that is gone keeps its count for later.
     """
     record, mine = DataRecord.of_state(state), record_of(fresh, 0)

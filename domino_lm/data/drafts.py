@@ -1,7 +1,7 @@
 """Files in the making: they stand beside their final name, under a temporary one, until they are whole.
 
 The writer of a draft holds a lock on it, which the system frees when its process ends, however it ends. So a second
-writer of the same file is refused, and what a killed one left is told from work in progress and removed.
+writer of the same file is refused, and the remains of a killed writer are recognised and removed.
 """
 
 import fcntl

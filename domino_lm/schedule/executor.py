@@ -255,7 +255,7 @@ class Executor:
         return lambda *_: bucket.reduce_start()
 
     def _first_gradients(self, template: Sequence[Op]) -> dict[int, list[Bucket]]:
-        """Buckets that allocate their gradients anew (optim_grads), by the first op that writes one of them."""
+        """Buckets that allocate their gradients again (optim_grads), by the first op that writes one of them."""
         found: dict[int, list[Bucket]] = {}
         open_buckets: set[int] = set()
         for position, op in enumerate(template if self.gradients.sharding == "optim_grads" else ()):

@@ -67,7 +67,7 @@ class GraphedExecutor(Executor):
     A graph is captured for each distinct template: a micro-batch, and the last one with the step's end. Inputs are copied
     into buffers that the graphs read; what changes by step (dropout's step, loss weights, the learning rate that ``on_step``
     reads) must be in device memory. ``on_step`` runs once, while it is captured. A step that is recorded runs op by op, and
-    the next one captures anew.
+    the next one captures again.
     """
 
     def __init__(self, *args: Any, warmup_steps: int, backend: GraphBackend, **settings: Any) -> None:

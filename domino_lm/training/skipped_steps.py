@@ -22,7 +22,7 @@ class SkippedSteps:
         self._scale_used = 1.0 if self._scale is None else self._scale.value.item()
 
     def fault(self, report: StepReport, saved_at: int | None) -> str | None:
-        """Count a step; why the run must end, or None if it goes on. ``saved_at`` is the iteration of its last checkpoint.
+        """Count a step; why the run must end, or None if it need not. ``saved_at`` is the iteration of its last checkpoint.
 
         A gradient that overflows under a dynamic loss scale counts for nothing, as long as the scale can fall.
         """

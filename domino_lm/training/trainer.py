@@ -41,7 +41,7 @@ from domino_lm.watch.watch import Watch
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on; the message says why, and what is saved."""
+    """A run that cannot continue; the message says why, and what is saved."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a run tells while it goes on."""
+"""What a run reports while it trains."""

@@ -1,4 +1,4 @@
-"""Everything that looks on while a run trains: console, TensorBoard, metrics file, Weights & Biases, progress bar."""
+"""The outputs of a run: console, TensorBoard, metrics file, Weights & Biases, progress bar."""
 
 from __future__ import annotations
 

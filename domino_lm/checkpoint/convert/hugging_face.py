@@ -95,7 +95,7 @@ def write_hugging_face(stored: StoredModel, folder: Path) -> None:
             whole = stored.tensor(spec, "weight", stored.model.vocab_size, stored.dtype)
             tensors |= {piece: make(whole).clone(memory_format=torch.contiguous_format) for piece, make in layout.pieces(spec.name)}
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        shutil.copymode(folder / CONFIG_FILE, folder / name)  # safetensors lets nobody else read what it writes
+        shutil.copymode(folder / CONFIG_FILE, folder / name)  # safetensors writes files that only their owner can read
         sync_file(folder / name)
         places |= dict.fromkeys(tensors, name)
     if len(shards) > 1:

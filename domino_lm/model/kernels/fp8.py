@@ -44,7 +44,7 @@ class Quantised(NamedTuple):
     """A matrix [m, k] in 8 bits; times ``inverse_scale`` [] it is the original, to rounding."""
 
     rows: Tensor  # [m, k]
-    columns: Tensor | None  # [k, m], the transpose in memory of its own, where somebody reads it
+    columns: Tensor | None  # [k, m], the transpose, contiguous, if some GEMM reads it
     inverse_scale: Tensor  # [] fp32
 
 
