@@ -6,8 +6,8 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import groupby
+from operator import not_
 
 from domino_lm.config.settings import ConfigError
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, Kind, Op, Slicing
@@ -64,16 +64,15 @@ def plan_text(plan: Plan, shapes: Shapes, micro_batches: int, layer: int | None 
     ops = [op for _, stretch in stretches for op in stretch]
     shown = [layer is None or _touches(op, parts, slicing) for op in ops]
     width = max(len(str(op)) for op, wanted in zip(ops, shown, strict=True) if wanted)
-    texts = iter(zip(ops, shown, _remarks(ops, shapes), strict=True))
-    lines, position = [_heading(plan, shapes, len(ops))], 0
-    for heading, stretch in stretches:
-        lines += [heading] if heading else []
-        for wanted, group in groupby(islice(texts, len(stretch)), itemgetter(1)):
-            entries = [(position + i, op, remark) for i, (op, _, remark) in enumerate(group)]
-            position += len(entries)
-            lines += (
-                [f"{i:>4}  {op!s:<{width}}  {remark}" for i, op, remark in entries] if wanted else [f" ...  {len(entries)} of other parts"]
-            )
+    remarked = enumerate(zip(ops, shown, _remarks(ops, shapes), strict=True))
+    texts = [f"{position:>4}  {op!s:<{width}}  {remark}" if wanted else "" for position, (op, wanted, remark) in remarked]
+    lines, begin = [_heading(plan, shapes, len(ops))], 0
+    for title, stretch in stretches:
+        lines += [title] if title else []
+        for left_out, group in groupby(texts[begin : begin + len(stretch)], not_):
+            together = list(group)
+            lines += [f" ...  {len(together)} of other parts"] if left_out else together
+        begin += len(stretch)
     return "\n".join(lines)
 
 
@@ -141,13 +140,13 @@ def _remarks(ops: Sequence[Op], shapes: Shapes) -> Iterator[str]:
 
 def _hidden_behind(ops: Sequence[Op], slicing: Slicing) -> dict[int, str]:
     """What is computed between each START and its WAIT, by the positions of both; nothing if nothing is."""
-    started, found = dict[Op, int](), dict[int, str]()
-    for position, op in enumerate([*ops, *ops]):
+    started, found, twice = dict[Op, int](), dict[int, str](), [*ops, *ops]
+    for position, op in enumerate(twice):
         if op.kind is Kind.START and position < len(ops):
             started[op._replace(kind=Kind.WAIT)] = position
         elif op.kind is Kind.WAIT and op in started:
             start = started.pop(op)
-            found[start] = found[position % len(ops)] = _activities([*ops, *ops][start:position], slicing)
+            found[start] = found[position % len(ops)] = _activities(twice[start:position], slicing)
     return found
 
 
