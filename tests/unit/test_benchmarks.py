@@ -238,7 +238,6 @@ def test_a_command_runs_on_every_rank_of_a_bridge() -> None:
 
 @pytest.mark.long
 @needs_network
-@pytest.mark.slow
 def test_a_comparison_writes_every_round_and_leaves_no_network(tmp_path: Path) -> None:
     output = tmp_path / "tiny"
     size = "--hidden 128 --layers 1 --seq 16 --vocab 256 --micro-batch-size 2 --gbit 1 --rounds 2 --steps 1"

@@ -343,3 +343,18 @@ def test_collectives_of_one_link_follow_each_other() -> None:
     times = [OpTime(0.0, 2.0, 0.0, 0.0) if i in starts else NOTHING for i in range(len(plan.ops))]
     step = replay(plan, times)
     assert [step.transfers[i] for i in starts] == [(0.0, 2.0), (2.0, 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "seconds", "end_s"),
+    [
+        (["startF2.0"], 0.5, 1.0),  # at half speed, all of it beside the collective
+        (["startF2.0"], 3.0, 4.0),  # 1 s of work in the first 2 s, then 2 s alone
+        (["startF2.0", "startS0.*"], 0.25, 1.0),  # both links leave a quarter of the device
+    ],
+)
+def test_compute_beside_collectives_runs_at_the_speed_that_they_leave(starts: list[str], seconds: float, end_s: float) -> None:
+    shares = {"startF2.0": 0.5, "startS0.*": 0.25}
+    plan = sliced().with_ops(Op.parse(f"m0 {name}") for name in [*starts, "localF3.0"])
+    step = replay(plan, [*(OpTime(0.0, 2.0, shares[name], 0.0) for name in starts), OpTime(seconds, 0.0, 0.0, 0.0)])
+    assert step.compute[-1] == (0.0, end_s)
