@@ -175,7 +175,8 @@ def run_tests(files: Sequence[str], tree: Path, limit_s: float) -> tuple[str, st
     failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", out, re.M)
     if process.returncode == 0:
         return SURVIVED, ""
-    return (CAUGHT if process.returncode == 1 else BROKEN), failed[1] if failed else ""
+    by = failed[1] if failed else ""
+    return (CAUGHT if process.returncode == 1 and "::" in by else BROKEN), by
 
 
 if __name__ == "__main__":

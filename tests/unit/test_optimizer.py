@@ -13,6 +13,7 @@ from domino_lm.config.settings import OptimizerConfig
 from domino_lm.model.parameter import Parameter, ParameterSpec
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
+from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.optimizer import Optimizer, takes_weight_decay
 from tests.distributed.models import GPT
 from tests.golden.model_files import load_curves
@@ -140,3 +141,16 @@ def test_a_learning_rate_on_the_device_gives_the_same_weights() -> None:
         make_optimizer(parameters).step(lr)
         weights.append(torch.cat([p.detach().flatten() for p in parameters]))
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_gradients_of_a_scaled_loss_leave_the_moments_of_a_plain_one(clip: float) -> None:
+    """Adam's update hardly depends on a factor of its gradients; its moments do, to the bit for a power of 2."""
+    plain, scaled = make_parameters(), make_parameters()
+    set_gradients(plain, 1)
+    set_gradients(scaled, 1, 1024.0)
+    first, config = make_optimizer(plain, clip_grad=clip), dataclasses.replace(CONFIG, clip_grad=clip)
+    second = Optimizer(scaled, config, Communicator.single(), loss_scale=LossScale(1024.0, torch.device("cpu")))
+    assert first.step(0.01).grad_norm == second.step(0.01).grad_norm
+    for kept in ("exp_avg", "exp_avg_sq"):
+        assert all(torch.equal(a, b) for a, b in zip(getattr(first, kept), getattr(second, kept), strict=True))
