@@ -154,3 +154,14 @@ def test_gradients_of_a_scaled_loss_leave_the_moments_of_a_plain_one(clip: float
     assert first.step(0.01).grad_norm == second.step(0.01).grad_norm
     for kept in ("exp_avg", "exp_avg_sq"):
         assert all(torch.equal(a, b) for a, b in zip(getattr(first, kept), getattr(second, kept), strict=True))
+
+
+def test_a_loss_that_is_not_finite_keeps_everything_though_gradients_are() -> None:
+    parameters = make_parameters()
+    optimizer, before = make_optimizer(parameters), [parameter.detach().clone() for parameter in parameters]
+    set_gradients(parameters, 1)
+    info = optimizer.step(0.01, torch.tensor(2.0))  # on two replicas
+    assert (info.found_inf, optimizer.step_count) == (1.0, 0)
+    assert torch.isfinite(info.grad_norm)
+    assert all(torch.equal(parameter, old) for parameter, old in zip(parameters, before, strict=True))
+    assert all(not moment.any() for moment in (*optimizer.exp_avg, *optimizer.exp_avg_sq))
