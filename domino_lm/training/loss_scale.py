@@ -79,7 +79,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` ended. A constant scale stays as its flag says."""
+        """Continue where ``state`` ended. A constant scale stays as its flag says."""
         if not self.dynamic:
             return
         self.value.fill_(state[SCALE])

@@ -321,7 +321,7 @@ class Trainer:
         return values
 
     def _go_on_with_data(self, position: dict[str, Any] | None) -> None:
-        """Read on where the checkpoint stood, in each source apart if its mixture is another."""
+        """Continue reading where the checkpoint stopped, in each source apart if its mixture is another."""
         if position is None:  # of Megatron's, or read in passes of its own
             return
         end = self.batch_plan.end(self.iteration, self.consumed_samples)[1]

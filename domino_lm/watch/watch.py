@@ -70,7 +70,7 @@ class Watch:
         (self._bar.print if self._bar is not None else self._console)(line)
 
     def wants_exposed(self, iteration: int) -> bool:
-        """Whether the waits of step ``iteration`` are to be measured: one step of each log interval, where waiting blocks the host."""
+        """Whether the waits of step ``iteration`` are to be measured: one step of each log interval, if waiting blocks the host."""
         return self._rank == 0 and self._device.type == "cpu" and iteration % self._run.logging.log_interval == 0
 
     def step(self, report: StepReport) -> None:
@@ -150,7 +150,7 @@ def _scalars(report: StepReport) -> dict[str, float | None]:
 
 
 def peak_flops(run: RunConfig, device: torch.device) -> float | None:
-    """Dense peak of one rank's device in the dtype that it computes in; None where nobody knows."""
+    """Dense peak of one rank's device in the dtype that it computes in; None if unknown."""
     if run.logging.peak_tflops is not None:
         return run.logging.peak_tflops * 1e12
     if device.type != "cuda":
