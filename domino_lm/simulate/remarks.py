@@ -128,7 +128,7 @@ def _remarks(ops: Sequence[Op], shapes: Shapes) -> Iterator[str]:
             key = f"{op.kind.name} {op.phase}"
             yield WORK.get(f"{key} {text}", WORK[key]).format(part=text, before=before, after=after)
             continue
-        text = TRAVELS[f"{op.phase} {op.collective}"].format(part=text, bucket=op.part)
+        text = TRAVELS.get(f"{op.phase} {op.collective}", f"{op.collective} {{part}}").format(part=text, bucket=op.part)
         link, ranks = ("DP", shapes.data_parallel) if op.lane == DP_LINK else ("TP", shapes.tensor_parallel)
         if ranks == 1:
             yield f"{text}: one {link} rank, nothing travels"
