@@ -20,6 +20,7 @@ from domino_lm.simulate.links import Fabric
 FABRIC = HARDWARE["dgx-h100"].fabric
 
 
+@pytest.mark.long
 def test_a_rehearsal_runs_every_section_and_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--rehearse", "--sections", "correctness", "MFU", "overhead", "overlap", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
