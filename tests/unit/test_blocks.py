@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
 
-from domino_lm.checkpoint.blocks import Block, blocks_of, blocks_of_range
+from domino_lm.checkpoint.blocks import Block, blocks_of, blocks_of_range, plan_reads
+from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.model.parameter import ParameterSpec
 from tests.silent_rank import SilentRank
 
@@ -65,3 +68,16 @@ def test_shares_of_the_distributed_optimizer_make_the_whole_tensor(spec: Paramet
             blocks += list(blocks_of_range(spec, local.shape, start, values, SilentRank(rank, 2), ""))
     assert all(block.owned for block in blocks)
     assert torch.equal(put_together(spec, blocks), full)
+
+
+def stored(size: tuple[int, int], *rows: tuple[int, int]) -> Metadata:
+    """A tensor "w" of which the chunks ``rows``, first and number, are there."""
+    chunks = [ChunkStorageMetadata(torch.Size((first, 0)), torch.Size((number, size[1]))) for first, number in rows]
+    return Metadata({"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), chunks)})
+
+
+def test_stored_chunks_that_leave_a_hole_are_refused() -> None:
+    blocks = list(blocks_of(SPECS["rows"], torch.zeros(4, 3), SilentRank(1, 2)))  # rows 4 to 7
+    assert len(plan_reads(Path("a"), stored((8, 3), (0, 6), (6, 2)), blocks)["w"]) == 2
+    with pytest.raises(CheckpointError, match=r"do not cover the block of size \[4, 3\] at \[4, 0\] exactly"):
+        plan_reads(Path("a"), stored((8, 3), (0, 6)), blocks)
