@@ -38,7 +38,7 @@ TESTS: dict[str, str] = {
     "model": "unit/test_random.py unit/test_head.py golden/test_model.py distributed/test_schedules.py",
     "parallel": "unit/test_parameter.py unit/test_random.py distributed/test_pair.py distributed/test_executor.py "
     "distributed/test_any_transformer.py distributed/test_cores.py distributed/test_distributed_optimizer.py",
-    "training": "unit/test_lr_schedule.py unit/test_loss_scale.py unit/test_optimizer.py unit/data/test_run_data.py "
+    "training": "unit/test_lr_schedule.py unit/test_loss_scale.py unit/test_optimizer.py unit/test_skipped_steps.py unit/data/test_run_data.py "
     "distributed/test_optimizer.py distributed/test_loss_average.py distributed/test_training.py distributed/test_precision.py",
     "data": "unit/data/test_gpt_dataset.py unit/data/test_continued.py unit/data/test_loader.py unit/data/test_indexed.py "
     "unit/data/test_blended.py unit/data/test_index_cache.py golden/test_data_indices.py golden/test_data_blends.py",

@@ -123,6 +123,7 @@ def test_the_token_mean_does_not_depend_on_how_samples_are_dealt(ranks: Ranks, t
     four = ranks(4).run(masked_steps, tokens, f"{flags} --micro-batch-size 1", uneven, tp=2)[0]
     assert [r.grad_norm for r in four] == pytest.approx([r.grad_norm for r in one], rel=1e-4)
     assert [r.loss for r in four] == pytest.approx([r.loss for r in one], rel=1e-5)
+    assert [r.tokens for r in four] == [r.tokens for r in one]
 
 
 def test_the_reported_loss_weighs_tokens_alike_under_either_objective(ranks: Ranks, tokens: Path) -> None:
