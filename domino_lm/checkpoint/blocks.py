@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -43,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.index import CheckpointError, first_line
 from domino_lm.model.parameter import ParameterSpec
 from domino_lm.parallel.collectives import Communicator
 
@@ -221,7 +219,8 @@ def plan_reads(folder: Path, metadata: Metadata, blocks: Sequence[Block], comple
     faults, reads = [], {}
     for key, wanted in by_key.items():
         tensor = stored.get(key)
-        fault = _mismatch(wanted[0], tensor)
+        found = tuple(tensor.size) if isinstance(tensor, TensorStorageMetadata) else None
+        fault = shape_fault(wanted[0].global_shape, wanted[0].vocab_rows, found)
         if fault is None:
             assert isinstance(tensor, TensorStorageMetadata)
             reads[key] = create_read_items_for_chunk_list(key, tensor, list(_stored_parts(wanted, tensor)))
@@ -236,17 +235,19 @@ def plan_reads(folder: Path, metadata: Metadata, blocks: Sequence[Block], comple
     return reads
 
 
-def _mismatch(block: Block, tensor: Any) -> str | None:
-    """Why a stored tensor cannot fill a block of this key; None if it can."""
-    needed = list(block.global_shape)
-    if not isinstance(tensor, TensorStorageMetadata):
-        return f"the run needs {needed}, the checkpoint has no such tensor"
-    found = list(tensor.size)
-    if block.vocab_rows is None:
-        return None if found == needed else f"the run needs {needed}, the checkpoint holds {found}"
-    if found[1:] == needed[1:] and len(found) == len(needed) and found[0] >= block.vocab_rows:
-        return None
-    return f"the run needs {needed} with {block.vocab_rows} true vocabulary rows, the checkpoint holds {found}"
+def shape_fault(needed: Sequence[int], vocab_rows: int | None, found: Sequence[int] | None) -> str | None:
+    """Why a stored tensor of shape ``found`` (None: there is none) cannot fill one of shape ``needed``; None if it can.
+
+    With ``vocab_rows`` dimension 0 is the padded vocabulary, of which the true rows have to be there.
+    """
+    if found is None:
+        return f"the run needs {list(needed)}, the checkpoint has no such tensor"
+    rows = "" if vocab_rows is None else f" with {vocab_rows} true vocabulary rows"
+    if vocab_rows is None:
+        fits = found == needed
+    else:
+        fits = len(found) == len(needed) and found[1:] == needed[1:] and found[0] >= vocab_rows
+    return None if fits else f"the run needs {list(needed)}{rows}, the checkpoint holds {list(found)}"
 
 
 def _stored_parts(blocks: Sequence[Block], tensor: TensorStorageMetadata) -> Iterator[ChunkStorageMetadata]:
@@ -272,6 +273,15 @@ def _hole(items: Sequence[ReadItem], parts: Iterator[ChunkStorageMetadata]) -> s
     return None
 
 
+def misfit(where: Path, faults: Sequence[str]) -> str:
+    """What is said of a checkpoint whose tensors are not those of the run's model; the first ``faults`` are shown."""
+    more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
+    return (
+        f"{where}: the checkpoint does not fit this run's model, and nothing was loaded. {'; '.join(faults[:_FAULTS_SHOWN])}{more}. "
+        "Give the model flags that the checkpoint was saved with (layers, sizes, heads, biases, tied or untied output, vocabulary)."
+    )
+
+
 def _misfit(folder: Path, faults: Sequence[tuple[str, str]], stored: Mapping[str, object]) -> str:
     if all(key.startswith(OPTIMIZER_PREFIX) for key, _ in faults):
         if not any(key.startswith(OPTIMIZER_PREFIX) for key in stored):
@@ -282,12 +292,7 @@ def _misfit(folder: Path, faults: Sequence[tuple[str, str]], stored: Mapping[str
             f"{folder}: the checkpoint holds optimizer state only {form}, which is not read; save it once more with Megatron's "
             "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load the weights alone"
         )
-    shown = "; ".join(f"{key}: {fault}" for key, fault in faults[:_FAULTS_SHOWN])
-    more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
-    return (
-        f"{folder}: the checkpoint does not fit this run's model, and nothing was loaded. {shown}{more}. "
-        "Give the model flags that the checkpoint was saved with (layers, sizes, heads, biases, tied or untied output, vocabulary)."
-    )
+    return misfit(folder, [f"{key}: {fault}" for key, fault in faults])
 
 
 def read_blocks(folder: Path, metadata: Metadata, blocks: Sequence[Block], reads: Mapping[str, Sequence[ReadItem]]) -> None:
@@ -309,41 +314,17 @@ def read_blocks(folder: Path, metadata: Metadata, blocks: Sequence[Block], reads
             # Damaged bytes raise different errors in different layers.
             files = sorted({metadata.storage_data[item.storage_index].relative_path for item in items})
             raise CheckpointError(
-                f"{folder}: {key} cannot be read from {', '.join(files)}: {_first_line(error)}. The data is damaged; "
+                f"{folder}: {key} cannot be read from {', '.join(files)}: {first_line(error)}. The data is damaged; "
                 "load another checkpoint, by its number in latest_checkpointed_iteration.txt"
             ) from error
 
 
-class _BlockReader(LoadPlanner):
+class _BlockReader(DefaultLoadPlanner):
     """Hands the reader the memory that each stored chunk, or part of it, belongs to."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
+        super().__init__()
         self._blocks = {block.place: block.values for block in blocks}
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self._blocks[_place(read_item.dest_index)]
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, start, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the reader has copied into the block itself."""
-
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        raise AssertionError("byte objects are never planned")
-
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        raise AssertionError("reads are planned by plan_reads")
-
-    def create_local_plan(self) -> LoadPlan:
-        raise AssertionError("reads are planned by plan_reads")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise AssertionError("every rank reads by itself")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise AssertionError("every rank reads by itself")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._blocks[_place(index)]

@@ -27,15 +27,9 @@ METADATA_FILE = ".metadata"
 # file would have given the class and does nothing with it. Write plans are Megatron's own note of how it saved.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    ),
+        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta "
+        "_MEM_FORMAT_ENCODING"
+    ).split(),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"),
     "torch.serialization": ("_get_layout",),
@@ -68,11 +62,15 @@ def unreadable(what: str, kind: str, error: Exception) -> CheckpointError:
     """The error for a file that should be of a ``kind``; a damaged pickle or archive raises nearly any exception."""
     if isinstance(error, OSError):
         return CheckpointError(f"{what} cannot be read ({error.strerror or error}); take another checkpoint")
-    reason = (str(error) or type(error).__name__).splitlines()[0]
     return CheckpointError(
-        f"{what}: not {kind}, or damaged: {reason}. "
+        f"{what}: not {kind}, or damaged: {first_line(error)}. "
         "Nothing in it was run and nothing was loaded; take another checkpoint, and only from people you trust."
     )
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, or its kind if it says nothing."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from domino_lm.checkpoint.blocks import misfit, shape_fault
 from domino_lm.checkpoint.folder import LEGACY_FILE, incomplete
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.torch_files import load_torch_file, values_of
@@ -18,7 +19,6 @@ from domino_lm.model.parameter import ParameterSpec
 from domino_lm.parallel.collectives import Communicator
 
 Role = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
-_FAULTS_SHOWN = 3
 # Other names of the same tensors: norms fused into the next linear layer, and models from before Megatron's core.
 _RENAMES = (
     (r"^encoder\.", "decoder."),
@@ -103,11 +103,7 @@ class LegacyCheckpoint:
             raise CheckpointError(f"{self.path}: the checkpoint holds no optimizer state; pass --no-load-optim to load the weights alone")
         faults = list(self._faults(specs))
         if faults:
-            more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
-            raise CheckpointError(
-                f"{self.path}: the checkpoint does not fit this run's model, and nothing was loaded. {'; '.join(faults[:_FAULTS_SHOWN])}{more}. "
-                "Give the model flags that the checkpoint was saved with (layers, sizes, heads, biases, tied or untied output, vocabulary)."
-            )
+            raise CheckpointError(misfit(self.path, faults))
 
     def fill(self, spec: ParameterSpec, role: Role, local: Tensor, tp: Communicator) -> None:
         """Copy this rank's part into ``local``; vocabulary rows that are not stored are zero."""
@@ -119,21 +115,14 @@ class LegacyCheckpoint:
         local.zero_()[: mine.shape[0]].copy_(mine)
 
     def _faults(self, specs: Sequence[ParameterSpec]) -> Iterator[str]:
-        size = len(self._ranks)
         for spec in specs:
-            shards = [rank.weights.get(spec.name) for rank in self._ranks]
-            if any(shard is None for shard in shards):
-                yield f"{spec.name}: the run needs {list(spec.shape)}, the checkpoint has no such tensor"
-                continue
-            found = [list(shard.shape) for shard in shards if shard is not None]
-            whole = list(found[0])
-            if spec.shard_dim is not None and len(whole) > spec.shard_dim:
+            found = [list(shard.shape) for rank in self._ranks if (shard := rank.weights.get(spec.name)) is not None]
+            whole = list(found[0]) if len(found) == len(self._ranks) else None
+            if whole is not None and spec.shard_dim is not None and len(whole) > spec.shard_dim:
                 whole[spec.shard_dim] = sum(shape[spec.shard_dim] for shape in found if len(shape) > spec.shard_dim)
-            if spec.vocab_rows is not None:
-                if whole[1:] != list(spec.shape[1:]) or whole[0] < spec.vocab_rows:
-                    yield f"{spec.name}: the run needs {list(spec.shape)} with {spec.vocab_rows} true vocabulary rows, the checkpoint holds {whole}"
-            elif whole != list(spec.shape):
-                yield f"{spec.name}: the run needs {list(spec.shape)}, the checkpoint holds {whole} (on {size} ranks)"
+            fault = shape_fault(spec.shape, spec.vocab_rows, None if whole is None else tuple(whole))
+            if fault is not None:
+                yield f"{spec.name}: {fault}"
         for name in self._ranks[0].weights.keys() - {spec.name for spec in specs}:
             yield f"{name}: the checkpoint holds it, the run has no such tensor"
 

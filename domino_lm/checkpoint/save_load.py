@@ -71,15 +71,9 @@ def save_checkpoint(
     on disk, and the tracker moves last. If any rank fails, all raise CheckpointError, and earlier checkpoints and the
     tracker stay as they were.
     """
-    record = {
-        "format_version": FORMAT_VERSION,
-        "iteration": iteration,
-        "vocab_size": vocab_size_of(stack),
-        "softmax_rows": softmax_rows_of(stack),
-        "optimizer_steps": 0 if optimizer is None else optimizer.step_count,
-        "state": state,
-    }
-    text = json.dumps(record, indent=1)  # on every rank, so that a state that JSON cannot hold fails before any file exists
+    steps = 0 if optimizer is None else optimizer.step_count
+    # On every rank, so that a state that JSON cannot hold fails before any file exists.
+    text = native_record(iteration, vocab_size_of(stack), softmax_rows_of(stack), steps, state)
     final = iteration_folder(folder, iteration)
     unfinished = final.with_name(mesh.world.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"))
     try:
@@ -137,9 +131,7 @@ def _share(blocks: Sequence[Block], mesh: ParallelMesh) -> list[Block]:
 
 def _complete_and_publish(unfinished: Path, final: Path, iteration: int, record: str) -> None:
     """Add everything that is no tensor, check that all files are there, and rename the folder."""
-    write_synced(unfinished / BACKEND_FILE, json.dumps(SHARDED_BACKEND).encode())
-    write_synced(unfinished / COMMON_FILE, native_common(iteration))
-    write_synced(unfinished / STATE_FILE, record.encode())
+    write_native_files(unfinished, iteration, record)
     faults = missing_data(unfinished, read_metadata(unfinished))
     if faults:
         raise CheckpointError(
@@ -148,11 +140,22 @@ def _complete_and_publish(unfinished: Path, final: Path, iteration: int, record:
     publish(unfinished, final, str(iteration))
 
 
-def native_common(iteration: int) -> bytes:
-    """A ``common.pt`` without which Megatron's core does not read the tensors beside it, marked as of a native checkpoint."""
-    file = BytesIO()
-    torch.save({"iteration": iteration, "checkpoint_version": CHECKPOINT_VERSION, NATIVE_MARK.decode(): STATE_FILE}, file)
-    return file.getvalue()
+def native_record(iteration: int, vocab_size: int | None, softmax_rows: int | None, optimizer_steps: int, state: Any) -> str:
+    """The content of ``state.json``: what `read_native_record` reads."""
+    values = {"iteration": iteration, "vocab_size": vocab_size, "softmax_rows": softmax_rows, "optimizer_steps": optimizer_steps}
+    return json.dumps({"format_version": FORMAT_VERSION, **values, "state": state}, indent=1)
+
+
+def write_native_files(folder: Path, iteration: int, record: str) -> None:
+    """Write what stands beside the tensors of a native checkpoint, synced.
+
+    Without ``common.pt`` Megatron's core does not read the tensors; a key in it marks it as of a native checkpoint.
+    """
+    common = BytesIO()
+    torch.save({"iteration": iteration, "checkpoint_version": CHECKPOINT_VERSION, NATIVE_MARK.decode(): STATE_FILE}, common)
+    write_synced(folder / BACKEND_FILE, json.dumps(SHARDED_BACKEND).encode())
+    write_synced(folder / COMMON_FILE, common.getvalue())
+    write_synced(folder / STATE_FILE, record.encode())
 
 
 def _save_failure(final: Path, error: CheckpointError) -> str:

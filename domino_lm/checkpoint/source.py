@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from domino_lm.checkpoint.blocks import OPTIMIZER_PREFIX, Block, blocks_of, blocks_of_range, plan_reads, read_blocks
 from domino_lm.checkpoint.folder import STATE_FILE, incomplete, kind_of
@@ -50,15 +49,15 @@ class HasMoments(Protocol):
         """Have the parameters follow their master weights."""
 
 
-class Source(Protocol):
+class Source(NamedTuple):
     """What `open_checkpoint` returns: everything is known to fit, no value has changed."""
 
     record: dict[str, Any]
     """``iteration``, ``vocab_size``, ``softmax_rows``, ``optimizer_steps`` and ``state``, as native checkpoints keep them."""
 
-    def fill(self) -> None:
-        """Read weights and, if they are wanted, moments into this rank's tensors. Master weights of an optimizer are filled from the
-        most exact that is stored; its parameters follow with `HasMoments.write_parameters`."""
+    fill: Callable[[], None]
+    """Reads weights and, if they are wanted, moments into this rank's tensors. Master weights of an optimizer are filled from the
+    most exact that is stored; its parameters follow with `HasMoments.write_parameters`."""
 
 
 def open_checkpoint(path: Path, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> Source:
@@ -75,65 +74,51 @@ def open_checkpoint(path: Path, stack: HasParameters, optimizer: HasMoments | No
             f"{path}: a Hugging Face model, which training does not read directly; "
             "convert it: tools/convert_checkpoint.py --load ... --save ... --to native"
         )
-    source: Source
     if kind == "megatron-legacy":
-        source = _LegacySource(LegacyCheckpoint.open(path), stack, optimizer, tp)
+        source = _open_legacy(path, stack, optimizer, tp)
     else:
-        source = _DistributedSource(path, kind == "native", stack, optimizer, tp)
+        source = _open_distributed(path, kind == "native", stack, optimizer, tp)
     _refuse_too_few_rows(path, source.record["softmax_rows"], stack)
     return source
 
 
-class _DistributedSource:
+def _open_distributed(path: Path, native: bool, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> Source:
     """Native, or Megatron's torch_dist: the same tensors, beside another record."""
+    metadata = read_metadata(path)
+    record = read_native_record(path, metadata) if native else read_megatron_record(path, metadata)
+    stored_masters = any(key.startswith(MASTER_PREFIX) for key in metadata.state_dict_metadata)
+    blocks = blocks_of_all(stack.parameters(), optimizer, tp, masters_apart=stored_masters)
+    reads = plan_reads(path, metadata, blocks)
+    masters = list(_master_blocks(stack.parameters(), metadata, tp))
+    if not stored_masters:
+        masters += [block for held in _owned_masters(optimizer) for block in held.blocks(tp)]
+    master_reads = plan_reads(path, metadata, masters, complete=False)
+    if native:
+        refuse_other_vocabulary(path, record["vocab_size"], vocab_size_of(stack))
 
-    def __init__(self, path: Path, native: bool, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> None:
-        self.path = path
-        self.metadata = read_metadata(path)
-        self.record = read_native_record(path, self.metadata) if native else read_megatron_record(path, self.metadata)
-        stored_masters = any(key.startswith(MASTER_PREFIX) for key in self.metadata.state_dict_metadata)
-        self.blocks = blocks_of_all(stack.parameters(), optimizer, tp, masters_apart=stored_masters)
-        self.reads = plan_reads(path, self.metadata, self.blocks)
-        self.masters = list(_master_blocks(stack.parameters(), self.metadata, tp))
-        if optimizer is not None and not stored_masters:
-            # Masters of a rank's own share do not stand in for its weights, so both are read.
-            owned = [
-                Held("weight", piece.parameter, piece.main, piece.start) for piece in optimizer.pieces if piece.is_owned and piece.is_master
-            ]
-            self.masters += [block for held in owned for block in held.blocks(tp)]
-        self.master_reads: dict[str, list[ReadItem]] = {}
-        if self.masters:
-            self.master_reads = plan_reads(path, self.metadata, self.masters, complete=False)
-        if native:
-            refuse_other_vocabulary(path, self.record["vocab_size"], vocab_size_of(stack))
+    def fill() -> None:
+        read_blocks(path, metadata, blocks, reads)
+        read_blocks(path, metadata, masters, master_reads)
 
-    def fill(self) -> None:
-        read_blocks(self.path, self.metadata, self.blocks, self.reads)
-        read_blocks(self.path, self.metadata, self.masters, self.master_reads)
+    return Source(record, fill)
 
 
-class _LegacySource:
+def _open_legacy(path: Path, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> Source:
     """Megatron's legacy files, of any tensor-parallel size."""
-
-    def __init__(self, stored: LegacyCheckpoint, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> None:
-        self.stored, self.stack, self.optimizer, self.tp = stored, stack, optimizer, tp
-        stored.check([parameter.spec for parameter in stack.parameters()], with_optimizer=optimizer is not None)
-        self.record = record_of_megatron(stored.common, stored.vocab_rows, str(stored.path))
+    stored = LegacyCheckpoint.open(path)
+    stored.check([parameter.spec for parameter in stack.parameters()], with_optimizer=optimizer is not None)
 
     @torch.no_grad()
-    def fill(self) -> None:
-        masters = [piece for piece in self.optimizer.pieces if piece.is_owned and piece.is_master] if self.optimizer is not None else []
-        for role, parameter, tensor, start in _roles(self.stack.parameters(), self.optimizer, masters_apart=False):
+    def fill() -> None:
+        for role, parameter, tensor, start in [*_roles(stack.parameters(), optimizer, masters_apart=False), *_owned_masters(optimizer)]:
             if start is None:
-                self.stored.fill(parameter.spec, role, tensor, self.tp)
+                stored.fill(parameter.spec, role, tensor, tp)
             else:
                 whole = tensor.new_empty(parameter.shape)
-                self.stored.fill(parameter.spec, role, whole, self.tp)
+                stored.fill(parameter.spec, role, whole, tp)
                 tensor.view(-1).copy_(whole.view(-1)[start : start + tensor.numel()])
-        for piece in masters:
-            whole = piece.main.new_empty(piece.parameter.shape)
-            self.stored.fill(piece.parameter.spec, "weight", whole, self.tp)
-            piece.main.view(-1).copy_(whole.view(-1)[piece.start : piece.stop])
+
+    return Source(record_of_megatron(stored.common, stored.vocab_rows, str(path)), fill)
 
 
 class Held(NamedTuple):
@@ -173,6 +158,12 @@ def _roles(parameters: Sequence[Parameter], optimizer: HasMoments | None, master
             yield Held("exp_avg_sq", piece.parameter, second, start)
 
 
+def _owned_masters(optimizer: HasMoments | None) -> list[Held]:
+    """Master weights of a rank's own share. They do not stand in for its weights, so both are read."""
+    pieces = [] if optimizer is None else optimizer.pieces
+    return [Held("weight", piece.parameter, piece.main, piece.start) for piece in pieces if piece.is_owned and piece.is_master]
+
+
 def blocks_of_all(
     parameters: Sequence[Parameter], optimizer: HasMoments | None, tp: Communicator, *, masters_apart: bool = True
 ) -> list[Block]:
@@ -194,12 +185,17 @@ def _master_blocks(parameters: Sequence[Parameter], metadata: Metadata, tp: Comm
             yield from blocks_of(parameter.spec, parameter, tp, prefix=MASTER_PREFIX)
 
 
-def read_megatron_record(path: Path, metadata: Metadata) -> dict[str, Any]:
-    """The record of a torch_dist checkpoint of Megatron's."""
+def word_embeddings(path: Path, metadata: Metadata) -> TensorStorageMetadata:
+    """The entry of the word embedding: its size and data type. Raises CheckpointError if there is none."""
     table = metadata.state_dict_metadata.get(WORD_EMBEDDINGS)
     if not isinstance(table, TensorStorageMetadata):
-        raise CheckpointError(f"{path}: it holds no {WORD_EMBEDDINGS}, so it is no language model of Megatron's core")
-    return record_of_megatron(read_common(path, metadata), table.size[0], str(path))
+        raise CheckpointError(f"{path}: it holds no {WORD_EMBEDDINGS}, so it is no language model")
+    return table
+
+
+def read_megatron_record(path: Path, metadata: Metadata) -> dict[str, Any]:
+    """The record of a torch_dist checkpoint of Megatron's."""
+    return record_of_megatron(read_common(path, metadata), word_embeddings(path, metadata).size[0], str(path))
 
 
 def record_of_megatron(common: Mapping[str, Any], vocab_rows: int, where: str) -> dict[str, Any]:

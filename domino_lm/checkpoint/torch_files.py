@@ -17,18 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from domino_lm.checkpoint.index import Inert, unreadable
 
 # Packages whose names a training state may hold. They are never imported for it: a record stands in for each name.
-_KNOWN = {
-    "megatron",
-    "transformer_engine",
-    "transformer_engine_torch",
-    "argparse",
-    "signal",
-    "numpy",
-    "_codecs",
-    "types",
-    "pathlib",
-    "enum",
-}
+_KNOWN = "megatron transformer_engine transformer_engine_torch argparse signal numpy _codecs types pathlib enum".split()
 
 
 def load_torch_file(source: Path | bytes, what: str) -> Any:

@@ -13,25 +13,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from domino_lm.checkpoint import megatron_state
 from domino_lm.checkpoint.blocks import OPTIMIZER_PREFIX, Block, blocks_of, plan_reads, read_blocks, write_blocks
 from domino_lm.checkpoint.convert.stored_model import StoredModel, padded_rows, tensors
 from domino_lm.checkpoint.folder import BACKEND_FILE, STATE_FILE
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
 from domino_lm.checkpoint.megatron_distributed import COMMON_FILE, MASTER_PREFIX, read_common
 from domino_lm.checkpoint.megatron_legacy import Role
-from domino_lm.checkpoint.megatron_state import (
-    CHECKPOINT_VERSION,
-    grad_scaler_state,
-    megatron_args,
-    param_groups,
-    read_model,
-    rng_state,
-    scheduler_state,
-    seed_of,
-)
 from domino_lm.checkpoint.publish import sync_file, write_synced
-from domino_lm.checkpoint.save_load import native_common
-from domino_lm.checkpoint.source import FORMAT_VERSION, WORD_EMBEDDINGS, prefix_of, read_megatron_record, read_native_record
+from domino_lm.checkpoint.save_load import SHARDED_BACKEND, native_record, write_native_files
+from domino_lm.checkpoint.source import WORD_EMBEDDINGS, prefix_of, read_megatron_record, read_native_record, word_embeddings
 from domino_lm.config.canonical import without_redundant_settings
 from domino_lm.config.settings import ModelConfig
 from domino_lm.model.parameter import ParameterSpec
@@ -53,7 +44,8 @@ def read_native(path: Path) -> StoredModel:
     except TypeError as error:
         raise CheckpointError(f"{path / STATE_FILE}: its model's settings are not those of this version ({error})") from error
     model = replace(model, vocab_size=record["vocab_size"])
-    rows, dtype = _table(path, metadata)
+    table = word_embeddings(path, metadata)
+    rows = table.size[0]
     softmax_rows = record["softmax_rows"] or (record["vocab_size"] if model.mask_padded_vocab else rows)
     return StoredModel(
         kind="native",
@@ -61,7 +53,7 @@ def read_native(path: Path) -> StoredModel:
         model=model,
         vocab_rows=rows,
         softmax_rows=softmax_rows,
-        dtype=dtype,
+        dtype=table.properties.dtype,
         iteration=record["iteration"],
         optimizer_steps=record["optimizer_steps"] if _has_moments(metadata) else None,
         state=state,
@@ -74,15 +66,16 @@ def read_torch_dist(path: Path, model: ModelConfig | None = None) -> StoredModel
     metadata = read_metadata(path)
     record = read_megatron_record(path, metadata)
     common = read_common(path, metadata)
-    rows, dtype = _table(path, metadata)
-    model = model or read_model(common, str(path))
+    table = word_embeddings(path, metadata)
+    rows = table.size[0]
+    model = model or megatron_state.read_model(common, str(path))
     return StoredModel(
         kind="megatron-torch_dist",
         path=path,
         model=replace(model, vocab_size=model.vocab_size or rows),
         vocab_rows=rows,
         softmax_rows=rows,
-        dtype=dtype,
+        dtype=table.properties.dtype,
         iteration=record["iteration"],
         optimizer_steps=record["optimizer_steps"] if _has_moments(metadata) else None,
         state=record["state"],
@@ -92,20 +85,12 @@ def read_torch_dist(path: Path, model: ModelConfig | None = None) -> StoredModel
 
 def write_native(stored: StoredModel, folder: Path) -> None:
     """Write everything into ``folder``: tensors as stored, in the form that `save_checkpoint` gives them."""
-    masked = stored.softmax_rows == stored.model.vocab_size
-    state = {**stored.state, "model": {**asdict(stored.model), "mask_padded_vocab": masked}}
-    record = {
-        "format_version": FORMAT_VERSION,
-        "iteration": stored.iteration,
-        "vocab_size": stored.model.vocab_size,
-        "softmax_rows": stored.softmax_rows,
-        "optimizer_steps": stored.optimizer_steps or 0,
-        "state": state,
-    }
+    model, rows = stored.model, stored.softmax_rows
+    state = {**stored.state, "model": {**asdict(model), "mask_padded_vocab": rows == model.vocab_size}}
     _write_tensors(stored, folder, stored.vocab_rows, {})
-    write_synced(folder / BACKEND_FILE, json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode())
-    write_synced(folder / COMMON_FILE, native_common(stored.iteration))
-    write_synced(folder / STATE_FILE, json.dumps(record, indent=1).encode())
+    write_native_files(
+        folder, stored.iteration, native_record(stored.iteration, model.vocab_size, rows, stored.optimizer_steps or 0, state)
+    )
 
 
 def write_torch_dist(stored: StoredModel, folder: Path, tensor_parallel: int) -> None:
@@ -115,9 +100,11 @@ def write_torch_dist(stored: StoredModel, folder: Path, tensor_parallel: int) ->
     layers = stored.model.num_layers
     objects = {f"decoder.layers.{name}._extra_state/shard_{i}_{layers}": empty for name in PARALLEL_LINEARS for i in range(layers)}
     for rank in range(tensor_parallel):
-        objects[f"rng_state/shard_0.{rank}_1.{tensor_parallel}"] = _saved([rng_state(seed_of(stored.state), rank)])
+        objects[f"rng_state/shard_0.{rank}_1.{tensor_parallel}"] = _saved(
+            [megatron_state.rng_state(megatron_state.seed_of(stored.state), rank)]
+        )
     _write_tensors(stored, folder, rows, objects)
-    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    backend = {**SHARDED_BACKEND, "common_backend": "torch", "common_backend_version": 1}
     write_synced(folder / BACKEND_FILE, json.dumps(backend).encode())
     torch.save(_common_state(stored, tensor_parallel, rows), folder / COMMON_FILE)
     sync_file(folder / COMMON_FILE)
@@ -125,20 +112,20 @@ def write_torch_dist(stored: StoredModel, folder: Path, tensor_parallel: int) ->
 
 def _common_state(stored: StoredModel, tensor_parallel: int, rows: int) -> dict[str, Any]:
     common: dict[str, Any] = {
-        "args": megatron_args(stored.model, tensor_parallel, rows, stored.state, stored.dtype),
-        "checkpoint_version": CHECKPOINT_VERSION,
+        "args": megatron_state.megatron_args(stored.model, tensor_parallel, rows, stored.state, stored.dtype),
+        "checkpoint_version": megatron_state.CHECKPOINT_VERSION,
         "iteration": stored.iteration,
         "num_floating_point_operations_so_far": 0,
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }
     if stored.optimizer_steps is not None:
         steps = torch.tensor(float(stored.optimizer_steps))
-        optimizer: dict[str, Any] = {"state": {"common_step": steps}, "param_groups": param_groups(stored.state)}
+        optimizer: dict[str, Any] = {"state": {"common_step": steps}, "param_groups": megatron_state.param_groups(stored.state)}
         common["optimizer"] = optimizer if stored.dtype.itemsize >= 4 else {"optimizer": optimizer}
-        scaler = grad_scaler_state(stored.state)
+        scaler = megatron_state.grad_scaler_state(stored.state)
         if stored.dtype == torch.float16 and scaler is not None:
             common["optimizer"]["grad_scaler"] = scaler
-        scheduler = scheduler_state(stored.state)
+        scheduler = megatron_state.scheduler_state(stored.state)
         if scheduler is not None:
             common["opt_param_scheduler"] = scheduler
     return common
@@ -189,14 +176,6 @@ def _reader(path: Path, metadata: Metadata, rows: int) -> Callable[[ParameterSpe
         return values
 
     return read
-
-
-def _table(path: Path, metadata: Metadata) -> tuple[int, torch.dtype]:
-    """Rows and data type of the word embedding."""
-    table = metadata.state_dict_metadata.get(WORD_EMBEDDINGS)
-    if not isinstance(table, TensorStorageMetadata):
-        raise CheckpointError(f"{path}: it holds no {WORD_EMBEDDINGS}, so it is no language model")
-    return table.size[0], table.properties.dtype
 
 
 def _has_moments(metadata: Metadata) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,11 @@ class Layout(ABC):
     """How one family stores the model ``model``."""
 
     model: ModelConfig
+    LAYERS: ClassVar[str]
+    """What stands before the numbers of layers."""
+
+    MODULES: ClassVar[Mapping[str, str]]
+    """Megatron's modules, those of a layer without its number, by the family's names."""
 
     @abstractmethod
     def pieces(self, name: str) -> Iterator[Piece]:
@@ -51,9 +56,31 @@ class Layout(ABC):
     def settings(self) -> dict[str, Any]:
         """What ``config.json`` says of the model."""
 
+    def _name(self, name: str) -> str:
+        """Megatron's parameter ``name`` as the family calls it."""
+        module, _, field = name.rpartition(".")
+        if not module.startswith("decoder.layers."):
+            return f"{self.MODULES[module]}.{field}"
+        layer, _, inner = module.removeprefix("decoder.layers.").partition(".")
+        return f"{self.LAYERS}.{layer}.{self.MODULES[inner]}.{field}"
+
 
 class Gpt2(Layout):
     """GPT-2: linear layers are stored [in, out], query, key and value each whole and side by side."""
+
+    LAYERS = "transformer.h"
+    MODULES: ClassVar[Mapping[str, str]] = {
+        "embedding.word_embeddings": "transformer.wte",
+        "embedding.position_embeddings": "transformer.wpe",
+        "decoder.final_layernorm": "transformer.ln_f",
+        "output_layer": "lm_head",
+        "input_layernorm": "ln_1",
+        "pre_mlp_layernorm": "ln_2",
+        "self_attention.linear_qkv": "attn.c_attn",
+        "self_attention.linear_proj": "attn.c_proj",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    }
 
     def pieces(self, name: str) -> Iterator[Piece]:
         yield self._name(name), lambda whole: self._stored(name, whole)
@@ -91,28 +118,22 @@ class Gpt2(Layout):
     def _is_linear(name: str) -> bool:
         return ".linear_" in name and name.endswith(".weight")
 
-    @staticmethod
-    def _name(name: str) -> str:
-        return _renamed(
-            name,
-            {
-                "embedding.word_embeddings": "transformer.wte",
-                "embedding.position_embeddings": "transformer.wpe",
-                "decoder.final_layernorm": "transformer.ln_f",
-                "output_layer": "lm_head",
-                "input_layernorm": "ln_1",
-                "pre_mlp_layernorm": "ln_2",
-                "self_attention.linear_qkv": "attn.c_attn",
-                "self_attention.linear_proj": "attn.c_proj",
-                "mlp.linear_fc1": "mlp.c_fc",
-                "mlp.linear_fc2": "mlp.c_proj",
-            },
-            "transformer.h",
-        )
-
 
 class Llama(Layout):
     """LLaMA: query, key, value, gate and up are matrices of their own; rotary halves as in Megatron."""
+
+    LAYERS = "model.layers"
+    MODULES: ClassVar[Mapping[str, str]] = {
+        "embedding.word_embeddings": "model.embed_tokens",
+        "decoder.final_layernorm": "model.norm",
+        "output_layer": "lm_head",
+        "input_layernorm": "input_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "self_attention.linear_qkv": "self_attn",
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "mlp.linear_fc1": "mlp",
+        "mlp.linear_fc2": "mlp.down_proj",
+    }
 
     def pieces(self, name: str) -> Iterator[Piece]:
         stem, _, field = self._name(name).rpartition(".")
@@ -152,33 +173,6 @@ class Llama(Layout):
             "mlp_bias": model.add_bias_linear,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
-
-    @staticmethod
-    def _name(name: str) -> str:
-        return _renamed(
-            name,
-            {
-                "embedding.word_embeddings": "model.embed_tokens",
-                "decoder.final_layernorm": "model.norm",
-                "output_layer": "lm_head",
-                "input_layernorm": "input_layernorm",
-                "pre_mlp_layernorm": "post_attention_layernorm",
-                "self_attention.linear_qkv": "self_attn",
-                "self_attention.linear_proj": "self_attn.o_proj",
-                "mlp.linear_fc1": "mlp",
-                "mlp.linear_fc2": "mlp.down_proj",
-            },
-            "model.layers",
-        )
-
-
-def _renamed(name: str, names: Mapping[str, str], layers: str) -> str:
-    """Megatron's ``name`` with its module called by ``names``, the layers under ``layers``."""
-    module, _, field = name.rpartition(".")
-    if not module.startswith("decoder.layers."):
-        return f"{names[module]}.{field}"
-    layer, _, inner = module.removeprefix("decoder.layers.").partition(".")
-    return f"{layers}.{layer}.{names[inner]}.{field}"
 
 
 def layout_for(model: ModelConfig) -> Layout:

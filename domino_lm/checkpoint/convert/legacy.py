@@ -11,20 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from domino_lm.checkpoint import megatron_state
 from domino_lm.checkpoint.convert.distributed import PARALLEL_LINEARS
 from domino_lm.checkpoint.convert.stored_model import StoredModel, padded_rows
 from domino_lm.checkpoint.folder import LEGACY_FILE
 from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint, Role
-from domino_lm.checkpoint.megatron_state import (
-    CHECKPOINT_VERSION,
-    grad_scaler_state,
-    megatron_args,
-    param_groups,
-    read_model,
-    rng_state,
-    scheduler_state,
-    seed_of,
-)
 from domino_lm.checkpoint.publish import sync_file, sync_folder
 from domino_lm.checkpoint.source import record_of_megatron
 from domino_lm.config.settings import ModelConfig
@@ -37,7 +28,7 @@ def read_legacy(path: Path, model: ModelConfig | None = None) -> StoredModel:
     """A legacy checkpoint of Megatron's; ``model`` is used if it holds no arguments."""
     checkpoint = LegacyCheckpoint.open(path)
     record = record_of_megatron(checkpoint.common, checkpoint.vocab_rows, str(path))
-    model = model or read_model(checkpoint.common, str(path))
+    model = model or megatron_state.read_model(checkpoint.common, str(path))
     stored = StoredModel(
         kind="megatron-legacy",
         path=path,
@@ -73,17 +64,17 @@ def _rank_file(stored: StoredModel, specs: Sequence[ParameterSpec], rank: int, t
         return spec.shard(whole, rank, tensor_parallel).clone(memory_format=torch.contiguous_format)
 
     content: dict[str, Any] = {
-        "args": megatron_args(stored.model, tensor_parallel, rows, stored.state, stored.dtype),
-        "checkpoint_version": CHECKPOINT_VERSION,
+        "args": megatron_state.megatron_args(stored.model, tensor_parallel, rows, stored.state, stored.dtype),
+        "checkpoint_version": megatron_state.CHECKPOINT_VERSION,
         "iteration": stored.iteration,
         "model": _model_part(stored, specs, shard),
     }
     if stored.optimizer_steps is not None:
         content["optimizer"] = _optimizer_part(stored, specs, shard)
-        scheduler = scheduler_state(stored.state)
+        scheduler = megatron_state.scheduler_state(stored.state)
         if scheduler is not None:
             content["opt_param_scheduler"] = scheduler
-    content["rng_state"] = rng_state(seed_of(stored.state), rank)
+    content["rng_state"] = megatron_state.rng_state(megatron_state.seed_of(stored.state), rank)
     content["num_floating_point_operations_so_far"] = 0
     return content
 
@@ -106,7 +97,7 @@ def _optimizer_part(stored: StoredModel, specs: Sequence[ParameterSpec], shard: 
     grouped = [[spec for spec in specs if decays(spec) == first] for first in (True, False)]
     numbers = {spec.name: number for number, spec in enumerate(spec for group in grouped for spec in group)}
     groups = []
-    for settings, members in zip(param_groups(stored.state), grouped, strict=True):
+    for settings, members in zip(megatron_state.param_groups(stored.state), grouped, strict=True):
         groups.append({**settings, "params": [numbers[spec.name] for spec in members]})
     state = {}
     for group in grouped:
@@ -120,7 +111,7 @@ def _optimizer_part(stored: StoredModel, specs: Sequence[ParameterSpec], shard: 
     if stored.dtype.itemsize >= 4:
         return optimizer
     copies = [[shard(spec, "weight", torch.float32) for spec in group] for group in grouped]
-    scaler = grad_scaler_state(stored.state) if stored.dtype == torch.float16 else None
+    scaler = megatron_state.grad_scaler_state(stored.state) if stored.dtype == torch.float16 else None
     return {"optimizer": optimizer, "fp32_from_fp16_params": copies} | ({"grad_scaler": scaler} if scaler is not None else {})
 
 
