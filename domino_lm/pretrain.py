@@ -16,7 +16,7 @@ from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.config.toml_file import config_text, require_writable, save_config
 from domino_lm.data.indexed import IndexedDatasetError
 from domino_lm.data.indices import DatasetError
-from domino_lm.data.loader import LoaderError
+from domino_lm.data.samplers import LoaderError
 from domino_lm.data.splits import sources_of
 from domino_lm.data.tokenizers.build import build_tokenizer
 from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError

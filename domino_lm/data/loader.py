@@ -2,16 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from domino_lm.data.samplers import LoaderError, Sampler, SequentialSampler
-
-__all__ = ["Batches", "LoaderError", "Sampler", "SequentialSampler", "collate"]
+from domino_lm.data.samplers import LoaderError, Sampler
 
 Array = npt.NDArray[Any]
 BATCHES_AHEAD = 4
@@ -49,15 +48,20 @@ class Batches:
         self.consumed_samples = sampler.consumed_samples
         self.blocked_s = 0.0
         self._pool = ThreadPoolExecutor(workers, "batches") if workers else None
-        self._ahead: deque[Future[dict[str, Array]]] = deque()
-        self._depth = workers * BATCHES_AHEAD
+        self._ahead: deque[Callable[[], dict[str, Array]]] = deque()
+        self._depth = workers * BATCHES_AHEAD or 1
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> dict[str, Array]:
         begin = time.perf_counter()
-        batch = self._read_now() if self._pool is None else self._read_ahead(self._pool)
+        while len(self._ahead) < self._depth and (indices := next(self._indices, None)) is not None:
+            read = partial(self._collated, indices)
+            self._ahead.append(read if self._pool is None else self._pool.submit(read).result)
+        if not self._ahead:
+            raise self._end()
+        batch = self._ahead.popleft()()
         self.blocked_s += time.perf_counter() - begin
         self.consumed_samples += self._sampler.samples_per_step
         return batch
@@ -67,19 +71,6 @@ class Batches:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._ahead.clear()
-
-    def _read_now(self) -> dict[str, Array]:
-        indices = next(self._indices, None)
-        if indices is None:
-            raise self._end()
-        return self._collated(indices)
-
-    def _read_ahead(self, pool: ThreadPoolExecutor) -> dict[str, Array]:
-        while len(self._ahead) < self._depth and (indices := next(self._indices, None)) is not None:
-            self._ahead.append(pool.submit(self._collated, indices))
-        if not self._ahead:
-            raise self._end()
-        return self._ahead.popleft().result()
 
     def _collated(self, indices: list[int]) -> dict[str, Array]:
         return collate([self._dataset[i] for i in indices])
@@ -93,6 +84,4 @@ class Batches:
 
 def collate(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """Samples stacked along a new first dimension, key by key."""
-    if not samples:
-        raise LoaderError("a micro-batch without samples; with drop_last off, this rank has nothing left to read.")
     return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}

@@ -5,10 +5,11 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from domino_lm.config.data import DataConfig
 from domino_lm.data.blended import Blend, BlendedDataset, normalised, parse_blend, source_sizes, source_targets
+from domino_lm.data.continued import ContinuedDataset
 from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, SplitName, TokenSource, split_ranges
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.indices import DatasetError
@@ -58,13 +59,6 @@ class Splits:
         valid = [("valid" if len(self.valid) == 1 else f"valid {i}", dataset) for i, dataset in enumerate(self.valid)]
         found = [("train", self.train), *valid, ("test", self.test)]
         return [(name, dataset) for name, dataset in found if dataset is not None]
-
-
-class Identified(Protocol):
-    """A data set that can say what it holds."""
-
-    def identity(self) -> dict[str, Any]:
-        """Everything that its samples and their order depend on."""
 
 
 def sources_of(settings: DataConfig) -> DataSources:
@@ -131,10 +125,10 @@ def build_splits(sources: DataSources, sizes: Sequence[int | None], config: GPTD
     """
     builder = _Builder(sources, config, cache_path)
     found = {name: builder.build(name, size) for name, size in zip(SPLITS, sizes, strict=True)}
-    return Splits(next(iter(found["train"]), None), found["valid"], next(iter(found["test"]), None))
+    return Splits(next(iter(found["train"]), None), list(found["valid"]), next(iter(found["test"]), None))
 
 
-def fingerprint(datasets: Iterable[Identified]) -> str:
+def fingerprint(datasets: Iterable[Dataset | ContinuedDataset]) -> str:
     """Hash of everything that decides which samples a run reads and in which order; the same on nodes with copies of the files."""
     identities = [_without_times(dataset.identity()) for dataset in datasets]
     return hashlib.sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
@@ -153,30 +147,28 @@ class _Builder:
         self._sources, self._config, self._cache_path = sources, config, cache_path
         self._opened: dict[str, TokenSource] = {}
 
-    def build(self, name: SplitName, size: int | None) -> list[Dataset]:
+    def build(self, name: SplitName, size: int | None) -> Sequence[Dataset]:
         """One data set, none, or with multiple validation sets several."""
-        sources, blend = self._sources, self._blend(name)
+        sources = self._sources
+        blend = sources.per_split.get(name) if sources.blend is None else sources.blend
         if sources.mock:
-            return self._present(self._cut(self._mock(), name, size))
+            return self._cut(self._mock(), name, size)
         if blend is None:
             return []
         if len(blend.prefixes) == 1 and blend.weights is None:
-            return self._present(self._cut(self._open(blend.prefixes[0]), name, size))
+            return self._cut(self._open(blend.prefixes[0]), name, size)
         if name == "valid" and sources.multiple_validation_sets:
-            return [found for prefix in blend.prefixes for found in self._present(self._cut(self._open(prefix), name, size))]
-        return self._present(self._blended(blend, name, size))
+            return [found for prefix in blend.prefixes for found in self._cut(self._open(prefix), name, size)]
+        return self._blended(blend, name, size)
 
-    def _blend(self, name: SplitName) -> Blend | None:
-        return self._sources.per_split.get(name) if self._sources.blend is None else self._sources.blend
-
-    def _blended(self, blend: Blend, name: SplitName, size: int | None) -> BlendedDataset | None:
-        if size == 0 or self._weight_is_0(name):
-            return None
+    def _blended(self, blend: Blend, name: SplitName, size: int | None) -> list[BlendedDataset]:
+        if size == 0 or self._sequences(name, 1) is None:
+            return []
         if blend.weights is None:
             datasets = self._require(blend, name, [None] * len(blend.prefixes))
             total = sum(map(len, datasets))
             size = None if size is None else min(size, total)
-            return BlendedDataset(datasets, [len(d) / total for d in datasets], size, cache_path=self._cache_path)
+            return [BlendedDataset(datasets, [len(d) / total for d in datasets], size, cache_path=self._cache_path)]
         if size is None:
             raise DatasetError(
                 f"the {name} data {blend} is read in full, so weights have no meaning; leave them out, or ask for a number of samples "
@@ -184,25 +176,25 @@ class _Builder:
             )
         weights = normalised(blend.weights)
         datasets = self._require(blend, name, source_sizes(weights, size, self._sources.surplus))
-        return BlendedDataset(datasets, weights, size, sum(source_targets(weights, size)), self._cache_path)
+        return [BlendedDataset(datasets, weights, size, sum(source_targets(weights, size)), self._cache_path)]
 
     def _require(self, blend: Blend, name: SplitName, sizes: Sequence[int | None]) -> list[GPTDataset]:
-        found = [self._cut(self._open(prefix), name, size, required=True) for prefix, size in zip(blend.prefixes, sizes, strict=True)]
-        return [dataset for dataset in found if dataset is not None]
+        pairs = zip(blend.prefixes, sizes, strict=True)
+        return [dataset for prefix, size in pairs for dataset in self._cut(self._open(prefix), name, size, required=True)]
 
-    def _cut(self, tokens: TokenSource, name: SplitName, size: int | None, required: bool = False) -> GPTDataset | None:
-        """The part of one source that ``name`` reads."""
-        if self._sources.blend is None and not self._sources.mock:
-            sequences: range | None = range(len(tokens))
-        else:
-            split = MOCK_SPLIT if self._sources.mock else self._sources.split
-            sequences = dict(zip(SPLITS, split_ranges(split, len(tokens)), strict=True))[name]
+    def _cut(self, tokens: TokenSource, name: SplitName, size: int | None, required: bool = False) -> list[GPTDataset]:
+        """The part of one source that ``name`` reads, if it reads any."""
+        sequences = self._sequences(name, len(tokens))
         if sequences is None or (len(sequences) == 0 and size == 0 and not required):
-            return None
-        return GPTDataset(tokens, sequences, name, size, self._config, self._cache_path)
+            return []
+        return [GPTDataset(tokens, sequences, name, size, self._config, self._cache_path)]
 
-    def _weight_is_0(self, name: SplitName) -> bool:
-        return self._sources.blend is not None and dict(zip(SPLITS, split_ranges(self._sources.split, 1), strict=True))[name] is None
+    def _sequences(self, name: SplitName, count: int) -> range | None:
+        """Which of a source's ``count`` sequences ``name`` reads; None if its weight is 0."""
+        if self._sources.per_split:
+            return range(count)
+        split = MOCK_SPLIT if self._sources.mock else self._sources.split
+        return dict(zip(SPLITS, split_ranges(split, count), strict=True))[name]
 
     def _open(self, prefix: str) -> TokenSource:
         if prefix not in self._opened:
@@ -219,10 +211,6 @@ class _Builder:
         if vocab_size is None:
             raise DatasetError("--mock-data makes up tokens of a vocabulary: give --vocab-size, or --tokenizer-type with its files.")
         return self._opened.setdefault("mock", MockTokens(vocab_size, vocab_size - 1 if eod is None else eod))
-
-    @staticmethod
-    def _present(dataset: Dataset | None) -> list[Dataset]:
-        return [] if dataset is None else [dataset]
 
 
 def _read(path: Path, flag: str) -> str:
