@@ -112,7 +112,7 @@ class Slice:
         mesh = ParallelMesh(alone, tp, alone, case.device)
         plan, gradients = prepare_plan(stack, mesh, schedule, case.micro_batch_size, case.model.seq_length)
         plan = serialize(plan) if serial else plan
-        self.executor: Executor = build_executor(kernels, mesh, plan, stack, gradients, lambda: None)
+        self.executor: Executor = build_executor(kernels, mesh, plan, stack, gradients)
         self.batch = case.batch()
         self.iteration = 0
 

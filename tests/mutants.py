@@ -33,10 +33,10 @@ QUICK = "not slow and not exhaustive and not long"
 CAUGHT, HUNG, SURVIVED, BROKEN = "caught", "caught (did not end)", "survived", "broken: the tests could not be collected"
 
 TESTS: dict[str, str] = {
-    "schedule": "unit/test_plan.py distributed/test_executor.py distributed/test_schedules.py",
+    "schedule": "unit/test_plan.py distributed/test_executor.py distributed/test_collectives.py distributed/test_schedules.py",
     "simulate": "unit/test_prices.py unit/test_costs.py unit/test_simulator.py",
     "model": "unit/test_random.py unit/test_head.py golden/test_model.py distributed/test_schedules.py",
-    "parallel": "unit/test_parameter.py unit/test_random.py distributed/test_pair.py distributed/test_executor.py "
+    "parallel": "unit/test_parameter.py unit/test_random.py distributed/test_pair.py distributed/test_executor.py distributed/test_collectives.py "
     "distributed/test_any_transformer.py distributed/test_cores.py distributed/test_distributed_optimizer.py",
     "training": "unit/test_lr_schedule.py unit/test_loss_scale.py unit/test_optimizer.py unit/test_skipped_steps.py unit/data/test_run_data.py "
     "distributed/test_optimizer.py distributed/test_loss_average.py distributed/test_training.py distributed/test_precision.py",

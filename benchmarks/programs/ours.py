@@ -18,6 +18,7 @@ from domino_lm.model.batch import MicroBatch
 from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator, Pending
 from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.schedule.binding import BoundOp
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.passes import serialize
 from domino_lm.schedule.prepare import prepare_plan
@@ -82,8 +83,8 @@ class OurProgram(Program):
         prepared = self.prepared.get(variant) or self._prepare(variant)
         for parameter, grad in zip(self.parameters, prepared.main_grads, strict=True):
             parameter.main_grad = grad
-        loss_sum, tokens = prepared.executor.run_step(self.batches, 1)
-        return loss_sum / tokens
+        made = prepared.executor.run_step(self.batches, 1)
+        return made.loss_sum / made.tokens
 
     def gradients(self) -> dict[str, Tensor]:
         return {p.spec.name: p.main_grad for p in self.parameters}
@@ -124,12 +125,12 @@ class OurProgram(Program):
         """Host seconds an op when every op of the plan is an empty callable."""
         prepared = self.prepared.get(variant) or self._prepare(variant)
         executor: Any = prepared.executor
-        (bound,) = executor._bound_templates(1)
-        empty = [op._replace(call=_nothing(len(op.writes))) for op in bound]
-        values = [None] * len(executor._slots)
+        (bound,) = executor.bound_templates(1)
+        empty = [op._replace(call=_nothing(op)) for op in bound]
+        values = executor.empty_slots()
         start_s = time.perf_counter()
         for _ in range(steps):
-            executor._run(empty, values)
+            executor.run(empty, values)
         return (time.perf_counter() - start_s) / steps / len(bound)
 
     def _prepare(self, variant: str) -> Prepared:
@@ -145,7 +146,7 @@ class OurProgram(Program):
             mesh = ParallelMesh(mesh.world, tp, dp, mesh.device)
         elif not about.one_way:
             mesh = replace(mesh, tp=Communicator(mesh.tp.rank, mesh.tp.size, mesh.tp.group))
-        executor = Executor(plan, self.stack, mesh, gradients, lambda: None)
+        executor = Executor(plan, self.stack, mesh, gradients)
         self.prepared[variant] = Prepared(executor, [p.main_grad for p in self.parameters])
         return self.prepared[variant]
 
@@ -187,9 +188,9 @@ class OurProgram(Program):
         vars(self.stack.head)["loss"] = loss
 
 
-def _nothing(writes: int) -> Any:
-    result = (None,) * writes
-    return lambda *_: result
+def _nothing(op: BoundOp) -> Any:
+    made = {role: None for role, _ in op.writes}
+    return lambda **_: made
 
 
 if __name__ == "__main__":

@@ -43,8 +43,13 @@ class Part:
 
     def core_parameters(self) -> list[Parameter]:
         """Weights that only the core uses, replicated over tensor-parallel ranks."""
-        found = vars(self).items()
+        found = vars(self).items() if self.has_core else ()
         return [value for name, value in found if isinstance(value, Parameter) and name not in self.explicit_weights]
+
+    @property
+    def core_weights(self) -> bool:
+        """Whether the core has weights of its own."""
+        return bool(self.core_parameters())
 
     def core_grad(self, recorded: Recorded, d_out: Tensor, ctx: RowContext) -> Tensor:
         """Gradient of the core's input by that of its output; accumulates those of the core's own weights."""

@@ -138,7 +138,7 @@ class GradientBuckets:
         self._dp = dp
 
     @property
-    def sharded(self) -> bool:
+    def zero(self) -> bool:
         """Whether each rank updates a share of the parameters alone."""
         return self.sharding != "no_shard"
 
@@ -153,7 +153,7 @@ class GradientBuckets:
 
     def whole(self, parameters: Sequence[Accumulates]) -> list[Tensor]:
         """Copies of all reduced gradients, of the parameters' shapes, to compare with; every rank calls at the step's end."""
-        if not self.sharded:
+        if not self.zero:
             return [parameter.main_grad.clone() for parameter in parameters]
         owned = {id(parameter): (start, stop, gradient) for parameter, start, stop, gradient in self.owned()}
         found = []

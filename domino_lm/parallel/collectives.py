@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -54,8 +55,9 @@ class Pending:
         return buffer if self._finish is None else self._finish(buffer)
 
     def then(self, finish: Callable[[Tensor], Tensor]) -> None:
-        """Make `wait` return ``finish`` of the buffer: a free view, or work that belongs to the collective."""
-        self._finish = finish
+        """Make `wait` return ``finish`` of what it would have returned: a free view, or work that belongs to the collective."""
+        before = self._finish
+        self._finish = finish if before is None else lambda buffer: finish(before(buffer))
 
     def block_current_stream(self) -> None:
         """Make the current stream wait for the collective without redeeming it, as a stream that only measures does."""
@@ -169,6 +171,21 @@ class Communicator:
     def leave(self) -> None:
         """Let go of the process group; the communicator must not be used afterwards."""
         self.group = None
+
+
+Launcher = Callable[[Communicator, Tensor], Pending]
+"""Starts a collective of a plan on its tensor."""
+
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
+    {
+        "all_reduce": lambda group, tensor: group.all_reduce_start(tensor),
+        "reduce_scatter": lambda group, tensor: group.reduce_scatter_start(tensor),
+        "all_gather": lambda group, tensor: group.all_gather_tokens_start(tensor),
+        "gather_input": lambda group, tensor: group.all_gather_tokens_start(tensor),
+        "statistics": lambda group, tensor: group.all_gather_start(tensor),
+    }
+)
+"""How tensor-parallel collectives start, by their names in the plan's table."""
 
 
 class CopyToShards(torch.autograd.Function):

@@ -15,7 +15,8 @@ from domino_lm.config.settings import ConfigError
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import DropoutKey
-from domino_lm.schedule.executor import BoundOp, Executor, StepLoss
+from domino_lm.schedule.binding import BoundOp
+from domino_lm.schedule.executor import Executor, StepResult
 from domino_lm.schedule.recorder import AnyRecorder
 
 INPUTS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
@@ -75,18 +76,19 @@ class GraphedExecutor(Executor):
         assert warmup_steps > 0, "a step must run before one is captured"
         self._eager_left = warmup_steps
         self._backend = backend
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self._graphs: dict[int, tuple[Callable[[], None], Sequence[Tensor]]] = {}  # and what the captured STEP op returned
         self._replaying = False
         self._static: MicroBatch | None = None
         self._static_weight: Tensor | None = None
         self._offset = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        dtype = torch.promote_types(self._parts[0].weight.dtype, torch.float32)
+        dtype = torch.promote_types(self.stack.embedding.weight.dtype, torch.float32)
         self._losses = torch.zeros((), dtype=dtype, device=self.mesh.device)
 
     @torch.no_grad()
-    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: AnyRecorder | None = None) -> StepLoss:
+    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: AnyRecorder | None = None) -> StepResult:
         """As `Executor.run_step`, replayed once warm."""
         self._replaying = self._eager_left <= 0 and recorder is None
+        self._state.replayed_loss = self._losses if self._replaying else None
         if not self._replaying:
             self._eager_left -= 1
             self._graphs.clear()
@@ -95,17 +97,11 @@ class GraphedExecutor(Executor):
         self._losses.zero_()
         return super().run_step(micro_batches, iteration)
 
-    def loss_sum(self) -> Tensor:
-        """As `Executor.loss_sum`: what replays have summed, and what the pass that is being captured adds."""
-        if not self._replaying:
-            return super().loss_sum()
-        return self._losses + torch.stack(self._row_losses).sum() if self._row_losses else self._losses.clone()
-
     def _pass(self, template: list[BoundOp], values: list[Any], batch: MicroBatch | None, micro: int, weight: Tensor | None) -> None:
         if not self._replaying:
             super()._pass(template, values, batch, micro, weight)
             return
-        self._kernels.rebuild()
+        self.stack.embedding.kernels.rebuild()
         self._require_nothing_crosses(values)
         assert batch is not None
         assert weight is not None
@@ -114,12 +110,13 @@ class GraphedExecutor(Executor):
 
             def run() -> None:
                 super(GraphedExecutor, self)._pass(template, values, static, micro, static_weight)
-                self._losses.copy_(self.loss_sum())
-                self._row_losses.clear()
+                self._losses.copy_(self._state.loss_sum())
+                self._state.row_losses.clear()
 
-            self._graphs[id(template)] = self._backend.capture(run)
+            self._graphs[id(template)] = self._backend.capture(run), self._state.found
             self._require_nothing_crosses(values)
-        self._graphs[id(template)]()
+        replay, self._state.found = self._graphs[id(template)]
+        replay()
 
     def _fill(self, batch: MicroBatch, weight: Tensor) -> tuple[MicroBatch, Tensor]:
         """Copy a micro-batch and its loss weight into the buffers that graphs read."""

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from domino_lm.config.settings import Sharding
-from domino_lm.schedule.ops import ALL_ROWS, Kind, Op, is_gather, uses_weights
+from domino_lm.schedule.collectives import ALL_GATHER, BUCKET_GATHER, BUCKET_SCATTER, BUCKET_SUM, GATHER_INPUT, REPLICA_SUM
+from domino_lm.schedule.ops import ALL_ROWS, Kind, Op, is_gather, uses_weights, writes_gradient
 from domino_lm.schedule.plan import Plan, in_issue_order, interleave
 
 
@@ -71,29 +72,28 @@ def recompute(plan: Plan, full: Iterable[int] = (), core: Iterable[int] = ()) ->
                 yield op._replace(kind=Kind.RECOMPUTE, part=part)
             yield op
 
-    return Plan(tuple(ops()), slicing, plan.paired)
+    return Plan(tuple(ops()), slicing, plan.interleaved)
 
 
 def _recompute_gathered(plan: Plan, full: frozenset[int], core: frozenset[int]) -> Iterator[Op]:
     """Under sequence parallelism: norm and gather right behind the gradient's own gather, the part before its BODY."""
     for op in plan.ops:
         again = op.part in full and op.phase == "B"
-        if again and op.collective == "gather_input":
+        if again and op.collective == GATHER_INPUT.name:
             continue
         if again and op.kind is Kind.BODY:
-            yield Op(Kind.WAIT, "B", op.part, op.row, micro=op.micro, collective="gather_input")
+            yield Op(Kind.WAIT, "B", op.part, op.row, micro=op.micro, collective=GATHER_INPUT.name)
         if op.kind is Kind.BODY and op.phase == "B" and op.part in full | core:
             yield Op(Kind.RECOMPUTE, "B", op.part, op.row, micro=op.micro)
         yield op
-        if again and op.kind is Kind.START and op.collective == "all_gather":
+        if again and op.kind is Kind.START and op.collective == ALL_GATHER.name:
             yield Op(Kind.RECOMPUTE, "B", op.part - 1, op.row, micro=op.micro)
-            yield Op(Kind.START, "B", op.part, op.row, micro=op.micro, collective="gather_input")
+            yield Op(Kind.START, "B", op.part, op.row, micro=op.micro, collective=GATHER_INPUT.name)
 
 
 def last_writers(plan: Plan) -> dict[int, int]:
     """Position of the last op that writes a gradient of each part."""
-    writes_gradient = (Kind.WGRAD, Kind.LOCAL)
-    return {op.part: i for i, op in enumerate(plan.ops) if op.phase == "B" and op.kind in writes_gradient}
+    return {op.part: i for i, op in enumerate(plan.ops) if op.phase == "B" and writes_gradient(op, plan.slicing)}
 
 
 def reduce_gradients(
@@ -123,10 +123,10 @@ def reduce_gradients(
     start_after = ready if overlap or freeing else [len(plan.ops) - 1] * len(ready)
 
     def launch(bucket: int) -> Iterator[Op]:
-        start = Op(Kind.START, "S", bucket, ALL_ROWS, collective="reduce_scatter" if slicing.sharded else "all_reduce")
+        start = Op(Kind.START, "S", bucket, ALL_ROWS, collective=(BUCKET_SCATTER if slicing.zero else BUCKET_SUM).name)
         if bucket in slicing.replica_buckets:
-            yield start._replace(collective="replica_sum")
-            yield start._replace(collective="replica_sum", kind=Kind.WAIT)
+            yield start._replace(collective=REPLICA_SUM.name)
+            yield start._replace(collective=REPLICA_SUM.name, kind=Kind.WAIT)
         if freeing:
             yield from redeem()
         yield start
@@ -149,7 +149,7 @@ def reduce_gradients(
         yield from redeem()
         yield Op(Kind.STEP, "S", 0, ALL_ROWS)
 
-    return Plan(tuple(ops()), slicing, plan.paired)
+    return Plan(tuple(ops()), slicing, plan.interleaved)
 
 
 def gather_parameters(plan: Plan, overlap: bool = False) -> Plan:
@@ -158,12 +158,14 @@ def gather_parameters(plan: Plan, overlap: bool = False) -> Plan:
     With ``overlap`` the gathers travel behind the next step's forward, which waits for each right before the first op
     that uses parameters of the bucket; without, nothing follows before all have arrived.
     """
-    assert plan.slicing.sharded, "only what ranks have updated by shares is gathered"
+    assert plan.slicing.zero, "only what ranks have updated by shares is gathered"
     first_use: dict[int, int] = {}
     for position, op in enumerate(plan.ops):
         for bucket in plan.slicing.buckets_of(op.part) if uses_weights(op) else ():
             first_use.setdefault(bucket, position)
-    starts = [Op(Kind.START, "S", bucket, ALL_ROWS, collective="all_gather") for bucket in sorted(first_use, key=first_use.__getitem__)]
+    starts = [
+        Op(Kind.START, "S", bucket, ALL_ROWS, collective=BUCKET_GATHER.name) for bucket in sorted(first_use, key=first_use.__getitem__)
+    ]
     waits = [start._replace(kind=Kind.WAIT) for start in starts]
     if not overlap:
         return plan.with_ops([*plan.ops, *starts, *waits])
@@ -194,20 +196,20 @@ def pair_micro_batches(plan: Plan) -> Plan:
 
     Costs the activations of one more micro-batch.
     """
-    return replace(plan, paired=True)
+    return replace(plan, interleaved=True)
 
 
 def step_templates(plan: Plan, micro_batches: int) -> list[tuple[Op, ...]]:
     """The ops of a step as the stretches that it consists of; equal ones are equal tuples.
 
-    Unpaired: the plan without the step's end for each micro-batch but the last, which has it. Paired: the first
+    Not interleaved: the plan without the step's end for each micro-batch but the last, which has it. Interleaved: the first
     forward; backward of one micro-batch in turn with forward of the next, their coordinates alternating between 0 and
     1; the last backward and the step's end.
     """
     first, inner, last = micro_batch(plan, first=True), micro_batch(plan), micro_batch(plan, last=True)
     if micro_batches == 1:
         return [micro_batch(plan, first=True, last=True)]
-    if not plan.paired:
+    if not plan.interleaved:
         return [first, *[inner] * (micro_batches - 2), last]
     opening = tuple(op for op in first if op.phase == "F" or is_gather(op))
     forward, backward, end = (

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from domino_lm.schedule.collectives import ALL_GATHER, GATHER_INPUT, STANDARD, Collective
 from domino_lm.schedule.ops import ChainPart, Kind, Op, PartSpec, Slicing
 
 Item = tuple[int, int]  # a sharded part and a row
@@ -19,7 +20,7 @@ class Plan:
 
     ops: tuple[Op, ...]
     slicing: Slicing
-    paired: bool = False
+    interleaved: bool = False
     """Whether forward runs in turn with the backward of the micro-batch before; see `passes.step_templates`."""
 
     def __str__(self) -> str:
@@ -27,7 +28,7 @@ class Plan:
 
     def digest(self) -> str:
         """Hash that is equal on two ranks exactly when they issue the same ops on the same cut."""
-        return hashlib.sha256(f"{self.slicing}\n{self.paired}\n{self}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.slicing}\n{self.interleaved}\n{self}".encode()).hexdigest()
 
     def with_ops(self, ops: Iterable[Op]) -> Plan:
         """The same cut under another order."""
@@ -42,14 +43,17 @@ def build_plan(
     sequence_rows: bool = False,
     sequence_parallel: bool = False,
     row_groups: int = 1,
+    collectives: tuple[Collective, ...] = STANDARD,
 ) -> Plan:
     """Forward and backward of one micro-batch; one row and one column are Megatron's order.
 
     ``row_sizes`` holds the samples of each row, or its tokens with ``sequence_rows``. With more than one of
-    ``row_groups``, a group of rows goes back while the next still goes forward.
+    ``row_groups``, a group of rows goes back while the next still goes forward. Parts name collectives of the table ``collectives``.
     """
     specs = tuple(PartSpec.of(part) for part in chain)
-    slicing = Slicing(specs, tuple(row_sizes), cols, sequence_rows=sequence_rows, sequence_parallel=sequence_parallel)
+    slicing = Slicing(
+        specs, tuple(row_sizes), cols, sequence_rows=sequence_rows, sequence_parallel=sequence_parallel, collectives=collectives
+    )
     assert row_groups == 1 or not sequence_rows, "rows of one sequence go back in order, so they form no groups"
     bounds = [slicing.rows * group // row_groups for group in range(row_groups + 1)]
     groups = [range(*pair) for pair in pairwise(bounds)]
@@ -57,7 +61,7 @@ def build_plan(
     backward = [list(_backward(slicing, rows)) for rows in groups]
     ops = forward[0]
     for group in range(1, row_groups):
-        ops = [*ops, *interleave(backward[group - 1], forward[group], within="gather_input")]
+        ops = [*ops, *interleave(backward[group - 1], forward[group], within=GATHER_INPUT.name)]
     return Plan(tuple(in_issue_order([*ops, *backward[-1]], slicing)), slicing)
 
 
@@ -132,19 +136,19 @@ def _next(phase: str, item: Item) -> Item:
 def _land(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
     """All column blocks of the part before (in backward: after) have arrived, and the replicated part between runs."""
     if phase == "B" and part == slicing.last:
-        yield Op(Kind.WAIT, "F", part, row, collective="statistics")
+        yield Op(Kind.WAIT, "F", part, row, collective=_name(slicing, part, "F"))
         yield Op(Kind.LOSS, "F", part, row)
         return
     step = 1 if phase == "F" else -1
-    for col in range(slicing.cols):
-        yield Op(Kind.WAIT, phase, part - 2 * step, row, col, collective=slicing.leaving)
+    for col in range(slicing.blocks(part - 2 * step, phase)):
+        yield Op(Kind.WAIT, phase, part - 2 * step, row, col, collective=_name(slicing, part - 2 * step, phase))
     yield Op(Kind.LOCAL, phase, part - step, row)
 
 
 def _gather(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
     """Under sequence parallelism the other ranks' tokens set out."""
     if slicing.sequence_parallel:
-        yield Op(Kind.START, phase, part, row, collective="all_gather")
+        yield Op(Kind.START, phase, part, row, collective=ALL_GATHER.name)
 
 
 def _compute(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
@@ -153,9 +157,9 @@ def _compute(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
     The input that a weight gradient needs sets out behind the input gradient. If nothing leaves, the weight gradient follows at once.
     """
     if slicing.sequence_parallel and part != (0 if phase == "F" else slicing.last):
-        yield Op(Kind.WAIT, phase, part, row, collective="all_gather")
+        yield Op(Kind.WAIT, phase, part, row, collective=ALL_GATHER.name)
     if slicing.sequence_parallel and phase == "B" and part:
-        yield Op(Kind.START, "B", part, row, collective="gather_input")
+        yield Op(Kind.START, "B", part, row, collective=GATHER_INPUT.name)
     if phase == "F" or part != slicing.last:
         yield Op(Kind.BODY, phase, part, row)
     if phase == "B" and slicing.chain[part].backward_collective is None:
@@ -164,18 +168,24 @@ def _compute(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
 
 def _send(slicing: Slicing, phase: str, part: int, row: int) -> Iterator[Op]:
     """Each column block travels as soon as it is computed; nothing stands between a tail and its start. Then the weight gradient."""
-    spec = slicing.chain[part]
-    collective = spec.forward_collective if phase == "F" else spec.backward_collective
-    if collective == "statistics":
-        yield Op(Kind.START, phase, part, row, collective=collective)
-    elif collective is not None:
-        for col in range(slicing.cols):
-            yield Op(Kind.TAIL, phase, part, row, col)
-            yield Op(Kind.START, phase, part, row, col, collective=slicing.leaving)
-        if phase == "B" and slicing.sequence_parallel and part:
-            yield Op(Kind.WAIT, "B", part, row, collective="gather_input")
-        if phase == "B":
-            yield Op(Kind.WGRAD, "B", part, row)
+    if slicing.leaving(part, phase) is None:
+        return
+    for col in range(slicing.blocks(part, phase)):
+        yield Op(Kind.TAIL, phase, part, row, col)
+        yield Op(Kind.START, phase, part, row, col, collective=_name(slicing, part, phase))
+    if not slicing.blocks(part, phase):
+        yield Op(Kind.START, phase, part, row, collective=_name(slicing, part, phase))
+    if phase == "B" and slicing.sequence_parallel and part:
+        yield Op(Kind.WAIT, "B", part, row, collective=GATHER_INPUT.name)
+    if phase == "B":
+        yield Op(Kind.WGRAD, "B", part, row)
+
+
+def _name(slicing: Slicing, part: int, phase: str) -> str:
+    """Name of the collective that a part leaves with."""
+    found = slicing.leaving(part, phase)
+    assert found is not None, f"nothing leaves part {part}"
+    return found.name
 
 
 def in_issue_order(ops: Iterable[Op], slicing: Slicing) -> Iterator[Op]:
@@ -198,9 +208,12 @@ def in_issue_order(ops: Iterable[Op], slicing: Slicing) -> Iterator[Op]:
 
 def _follower(wait: Op, slicing: Slicing) -> Iterator[Op]:
     """What runs right after a wait."""
-    if wait.collective == "statistics":
+    left = slicing.leaving(wait.part, wait.phase) if wait.phase != "S" else None
+    if left is None or wait.collective != left.name:
+        return
+    if left.passes == "statistics":
         yield Op(Kind.LOSS, "F", wait.part, wait.row, micro=wait.micro)
-    elif wait.collective == slicing.leaving and wait.phase != "S" and wait.col == slicing.cols - 1:
+    elif wait.col == slicing.blocks(wait.part, wait.phase) - 1:
         step = 1 if wait.phase == "F" else -1
         yield Op(Kind.LOCAL, wait.phase, wait.part + step, wait.row, micro=wait.micro)
 

@@ -43,7 +43,7 @@ def step_plan(
     buckets = bucket_gradients(plan, gradients, schedule.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel))
     sharding = schedule.sharding if data_parallel > 1 else "no_shard"  # one replica has nobody to share with
     plan = reduce_gradients(plan, buckets.parts, schedule.overlap_grad_reduce, buckets.replica, sharding)
-    return gather_parameters(plan, schedule.overlap_param_gather) if plan.slicing.sharded else plan, buckets.gradients
+    return gather_parameters(plan, schedule.overlap_param_gather) if plan.slicing.zero else plan, buckets.gradients
 
 
 def compute_plan(chain: Sequence[ChainPart], schedule: ScheduleConfig, cut: Cut) -> Plan:

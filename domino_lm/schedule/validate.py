@@ -23,20 +23,21 @@ def validate(plan: Plan) -> None:
     on each communicator; a row's collective leaves before the weight gradients of its part start; no gradient changes
     once its bucket's reduction has started; nothing follows the step but gathers of its parameters, and those in flight
     at its end are redeemed by the next one, before parameters of the bucket are used.
-    A paired plan is proven over a step of two micro-batches.
+    An interleaved plan is proven over a step of two micro-batches.
     Raises PlanError at the first op that breaks one.
     """
-    if plan.paired:
+    if plan.interleaved:
         plan = plan.with_ops(op for template in step_templates(plan, 2) for op in template)
     carried = _left_travelling(plan)
-    written: set[Value] = {value for op in carried for value in dataflow(op, plan.slicing)[1]}
+    written: set[Value] = {value for op in carried for value in dataflow(op, plan.slicing).outputs}
     unread: dict[Value, int] = {}
     in_flight: dict[str, deque[Op]] = defaultdict(deque, {DP_LINK: deque(carried)})
     left: set[tuple[str, int, int, int, int]] = set()
     missing, closed = {op.part for op in carried}, set[int]()
     stepped: Op | None = None
     for position, op in enumerate(plan.ops):
-        reads, writes = dataflow(op, plan.slicing)
+        flow = dataflow(op, plan.slicing)
+        reads, writes = flow.inputs, flow.outputs
         for value in reads:
             if value not in written:
                 raise _fault(plan, position, f"reads {_name(value)}, which no earlier op writes")
@@ -54,7 +55,7 @@ def validate(plan: Plan) -> None:
         for bucket in plan.slicing.buckets_of(op.part) if op.phase != "S" else ():
             if bucket in missing and uses_weights(op):
                 raise _fault(plan, position, f"uses parameters of bucket {bucket}, whose gather has not been waited for")
-            if bucket in closed and any(value.name == "grad" for value in writes):
+            if bucket in closed and "grad" in flow.writes:
                 raise _fault(plan, position, f"changes a gradient of bucket {bucket} after its reduction has started")
         if op.phase == "S" and not is_gather(op):
             (closed.discard if op.kind is Kind.WAIT and plan.slicing.sharding == "optim_grads" else closed.add)(op.part)
@@ -65,8 +66,8 @@ def validate(plan: Plan) -> None:
         if list(pending) != (carried if lane == DP_LINK else []):
             raise _fault(plan, plan.ops.index(pending[0]), f"is never waited for on the {lane} link")
     for value, position in unread.items():
-        travels_on = value.name == "weights" or any(value in dataflow(op, plan.slicing)[1] for op in carried)
-        summed_later = value.name in ("grad", "reduced") and (stepped is None or value.micro != stepped.micro)
+        travels_on = value.name == "weights" or any(value in dataflow(op, plan.slicing).outputs for op in carried)
+        summed_later = value.name in ("grad", "core grad", "reduced") and (stepped is None or value.micro != stepped.micro)
         if not travels_on and not summed_later:
             raise _fault(plan, position, f"writes {_name(value)}, which nothing reads: leaked")
 
@@ -84,10 +85,10 @@ def _left_travelling(plan: Plan) -> list[Op]:
 
 def _check_weight_gradient(plan: Plan, position: int, op: Op, left: set[tuple[str, int, int, int, int]]) -> None:
     """Every collective that leaves backward has ``left`` before the weight gradients of its part and row start."""
-    if op.kind is Kind.START and op.collective == plan.slicing.leaving and op.phase != "S":
+    if op.kind is Kind.START and op.phase != "S" and plan.slicing.collective(op) is plan.slicing.leaving(op.part, op.phase):
         left.add((op.phase, op.micro, op.part, op.row, op.col))
-    if op.kind is Kind.WGRAD and plan.slicing.chain[op.part].backward_collective is not None:
-        for col in range(plan.slicing.cols):
+    if op.kind is Kind.WGRAD:
+        for col in range(plan.slicing.blocks(op.part, "B")):
             if ("B", op.micro, op.part, op.row, col) not in left:
                 raise _fault(plan, position, f"starts before the collective of row {op.row}, column {col} has left")
 

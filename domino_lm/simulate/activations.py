@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from domino_lm.schedule.ops import Kind, Op, Value, dataflow
-from domino_lm.simulate.costs import FP32_BYTES, STATISTICS_BYTES, PartShape, Shapes
+from domino_lm.schedule.collectives import STATISTICS_BYTES
+from domino_lm.schedule.ops import Flow, Kind, Op, Value, dataflow
+from domino_lm.simulate.costs import FP32_BYTES, PartShape, Shapes
 
 SCORES_AT_WORK = 2
 """Further tensors of all scores that spelled-out attention has in hand at once, in either direction."""
@@ -24,9 +25,9 @@ def peak_activations(ops: Iterable[Op], shapes: Shapes) -> float:
     last_uses = _last_uses(flows)
     sizes: dict[Value, float] = {}
     alive = peak = 0.0
-    for position, (op, (_, writes)) in enumerate(zip(ops, flows, strict=True)):
+    for position, (op, flow) in enumerate(zip(ops, flows, strict=True)):
         before = alive
-        for value in writes:
+        for value in flow.outputs:
             sizes[value] = value_bytes(value, shapes)
             alive += sizes[value]
         change = context_change(op, shapes)
@@ -39,15 +40,15 @@ def peak_activations(ops: Iterable[Op], shapes: Shapes) -> float:
     return peak
 
 
-def _last_uses(flows: list[tuple[tuple[Value, ...], tuple[Value, ...]]]) -> dict[int, list[Value]]:
+def _last_uses(flows: list[Flow]) -> dict[int, list[Value]]:
     """Values that no op after each position reads; what was written before the first op is left out."""
     written_at: dict[Value, int] = {}
     last_use: dict[tuple[Value, int], int] = {}
-    for position, (reads, writes) in enumerate(flows):
-        for value in reads:
+    for position, flow in enumerate(flows):
+        for value in flow.inputs:
             if value in written_at:
                 last_use[value, written_at[value]] = position
-        for value in writes:
+        for value in flow.outputs:
             written_at[value] = position
             last_use[value, position] = position
     dying: dict[int, list[Value]] = {}

@@ -14,9 +14,6 @@ from domino_lm.schedule.plan import Plan
 from domino_lm.simulate.hardware import CoreAttention, Gemm, Hardware, Pass
 from domino_lm.simulate.links import Group, Transfer
 
-STATISTICS_BYTES = 3 * 4
-"""A token's maximum, sum of exponentials and target logit, in fp32."""
-
 MAIN_GRAD_BYTES = 4
 FP32_BYTES = 4
 STEP_BYTES = 32
@@ -132,7 +129,7 @@ class Shapes:
     @property
     def updated(self) -> float:
         """Weights that one rank updates."""
-        return self.parameters / (self.data_parallel if self.slicing.sharded else 1)
+        return self.parameters / (self.data_parallel if self.slicing.zero else 1)
 
     def bucket_elements(self, bucket: int) -> float:
         """Weights in a gradient bucket; where several share a part's, the shares are taken as equal."""
@@ -145,7 +142,7 @@ class Work(NamedTuple):
     gemms: tuple[Gemm, ...] = ()
     attention: CoreAttention | None = None
     passes: tuple[Pass, ...] = ()
-    collective: str = ""
+    traffic: str = ""
     transfer_bytes: float = 0.0
     link: str = ""
 
@@ -157,13 +154,13 @@ class Work(NamedTuple):
 
     def transfer(self, hardware: Hardware, tp: Group, dp: Group) -> Transfer:
         """Time of its collective on ``hardware``."""
-        return hardware.fabric.transfer(self.collective, self.transfer_bytes, dp if self.link == DP_LINK else tp)
+        return hardware.fabric.transfer(self.traffic, self.transfer_bytes, dp if self.link == DP_LINK else tp)
 
     @property
     def launches(self) -> int:
         """Kernels that the host enqueues."""
         kernels = len(self.gemms) + sum([item.launches for item in self.passes])
-        return kernels + (self.attention is not None) + bool(self.collective)
+        return kernels + (self.attention is not None) + bool(self.traffic)
 
 
 def shapes_of(
@@ -349,16 +346,16 @@ def cost(op: Op, shapes: Shapes) -> Work:
         case Kind.LOSS, "F":
             return Work(passes=_passes(part.loss, tokens))
         case Kind.START, _:
-            return Work(collective=op.collective, transfer_bytes=tokens * _travelling(op, part, shapes), link=op.lane)
+            return Work(traffic=shapes.slicing.collective(op).traffic, transfer_bytes=tokens * _travelling(op, part, shapes), link=op.lane)
     raise ValueError(f"{op} has no cost: {op.kind} does not exist in phase {op.phase}")
 
 
 def _travelling(op: Op, part: PartShape, shapes: Shapes) -> float:
     """Bytes a token of the buffer that all ranks hold together before (reduce-scatter) or after (all-gather) it travelled."""
-    if op.collective == "statistics":
-        return STATISTICS_BYTES * shapes.tensor_parallel
-    blocks = shapes.slicing.cols if op.collective in ("all_reduce", "reduce_scatter") else 1  # gathers are cut by rows alone
-    return part.hidden / blocks * shapes.element_bytes
+    collective = shapes.slicing.collective(op)
+    if collective.bytes_per_token:
+        return collective.bytes_per_token * shapes.tensor_parallel
+    return part.hidden / (shapes.slicing.cols if collective.cut_by_columns else 1) * shapes.element_bytes * collective.size
 
 
 def _local_cost(op: Op, part: PartShape, tokens: float, shapes: Shapes) -> Work:
@@ -374,8 +371,9 @@ def _local_cost(op: Op, part: PartShape, tokens: float, shapes: Shapes) -> Work:
 def _step_cost(op: Op, shapes: Shapes) -> Work:
     """A bucket's reduction, the gather of its updated parameters, or the optimizer's step."""
     if op.kind is Kind.START:
-        size = shapes.element_bytes if is_gather(op) else MAIN_GRAD_BYTES
-        return Work(collective=op.collective, transfer_bytes=shapes.bucket_elements(op.part) * size, link=op.lane)
+        collective = shapes.slicing.collective(op)
+        size = collective.size * (shapes.element_bytes if is_gather(op) else MAIN_GRAD_BYTES)
+        return Work(traffic=collective.traffic, transfer_bytes=shapes.bucket_elements(op.part) * size, link=op.lane)
     if op.kind is Kind.STEP:
         return Work(passes=(Pass("step", shapes.updated * STEP_BYTES, 10),))
     raise ValueError(f"{op} has no cost: {op.kind} does not exist in phase S")

@@ -10,19 +10,14 @@ from domino_lm.config.settings import ConfigError
 
 # Full passes of the buffer over the links, as a multiple of (n - 1) / n: a reduction and a distribution, or one of them.
 PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
-SAME_TRAFFIC = {"statistics": "all_gather", "gather_input": "all_gather", "replica_sum": "all_reduce"}
-"""Collectives by the name of their payload, and the collective that they are."""
 
 MOST_COMPUTE_TAKEN = 0.95
 """Compute keeps at least this share, so that an op beside a long transfer ends."""
 
 
-def traffic_of(collective: str) -> str:
-    """The collective whose traffic this one has. Raises ConfigError if none is known."""
-    name = SAME_TRAFFIC.get(collective, collective)
-    if name not in PASSES:
-        raise ConfigError(f"no cost is known for the collective {collective!r}; known are {', '.join([*PASSES, *SAME_TRAFFIC])}.")
-    return name
+def _require_known(traffic: str) -> None:
+    if traffic not in PASSES:
+        raise ConfigError(f"no cost is known for the traffic {traffic!r} of a collective; known are {', '.join(PASSES)}.")
 
 
 @dataclass(frozen=True)
@@ -90,15 +85,15 @@ class Fabric:
         tp = Group(tensor_parallel, min(tensor_parallel, self.node_size))
         return tp, Group(data_parallel, min(data_parallel, max(1, self.node_size // tensor_parallel)))
 
-    def transfer(self, collective: str, size_bytes: float, group: Group) -> Transfer:
-        """The fastest algorithm for this size, as NCCL's tuner takes it. Raises ConfigError on an unknown collective."""
-        name = traffic_of(collective)
+    def transfer(self, traffic: str, size_bytes: float, group: Group) -> Transfer:
+        """The fastest algorithm for this size, as NCCL's tuner takes it. Raises ConfigError on unknown traffic."""
+        _require_known(traffic)
         if group.ranks == 1:
             return Transfer(0.0, 0.0)
-        times = [self.flat_ring_s(name, size_bytes, group)]
+        times = [self.flat_ring_s(traffic, size_bytes, group)]
         if group.nodes > 1 and group.per_node > 1:
-            times.append(self.hierarchical_s(name, size_bytes, group))
-        if name == "all_reduce":
+            times.append(self.hierarchical_s(traffic, size_bytes, group))
+        if traffic == "all_reduce":
             times.append(self.tree_s(size_bytes, group))
             if self.switch_bytes_per_s is not None and group.nodes == 1 and group.ranks > 2:
                 times.append(self.switch_s(size_bytes, group))
@@ -154,16 +149,16 @@ class MeasuredFabric:
         """One link joins all ranks."""
         return Group(tensor_parallel, 1), Group(data_parallel, 1)
 
-    def transfer(self, collective: str, size_bytes: float, group: Group) -> Transfer:
-        """Between measured sizes by straight lines. Raises ConfigError on an unknown collective.
+    def transfer(self, traffic: str, size_bytes: float, group: Group) -> Transfer:
+        """Between measured sizes by straight lines. Raises ConfigError on unknown traffic.
 
         The transport takes the same compute time after a wait: the sum is yet to be added, and caches hold its buffers.
         """
-        name = traffic_of(collective)
+        _require_known(traffic)
         if group.ranks == 1:
             return Transfer(0.0, 0.0)
         travelled, measured = (group.ranks - 1) / group.ranks, (self.ranks - 1) / self.ranks
-        equal_bytes = size_bytes * PASSES[name] / PASSES["all_reduce"] * travelled / measured
+        equal_bytes = size_bytes * PASSES[traffic] / PASSES["all_reduce"] * travelled / measured
         seconds, compute_s = (self._between(equal_bytes, column) for column in (1, 2))
         share = min(compute_s / seconds, MOST_COMPUTE_TAKEN)
         return Transfer(seconds, share, share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from domino_lm.schedule.ops import Kind, Op
+from domino_lm.schedule.ops import Kind, Op, writes_gradient
 from domino_lm.simulate.activations import peak_activations
 from domino_lm.simulate.costs import MAIN_GRAD_BYTES, Shapes
 
@@ -49,9 +49,9 @@ def peak_gradients(ops: Sequence[Op], shapes: Shapes) -> float:
     """Most gradients that lie in buckets at once: a bucket is whole from the first op that writes into it until its reduction is redeemed."""
     slicing, whole, peak = shapes.slicing, set[int](), 0.0
     for op in ops:
-        if op.phase == "B" and op.kind in (Kind.LOCAL, Kind.WGRAD):
+        if op.phase == "B" and writes_gradient(op, slicing):
             whole.update(slicing.buckets_of(op.part))
             peak = max(peak, sum(shapes.bucket_elements(bucket) for bucket in whole))
-        elif op.phase == "S" and op.kind is Kind.WAIT and op.collective == "reduce_scatter":
+        elif op.phase == "S" and op.kind is Kind.WAIT and slicing.collective(op).arrives == "reduced":
             whole.discard(op.part)
     return peak

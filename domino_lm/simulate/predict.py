@@ -166,7 +166,7 @@ class Prediction:
 def predict(setting: Setting, schedule: ScheduleConfig = BASELINE, free: Collection[str] = (), *, serial: bool = False) -> Prediction:
     """Simulate one step; collectives on the links in ``free`` take no time. See `planned`."""
     plan, shapes = planned(setting, schedule, serial=serial)
-    shown = min(setting.micro_batches, 3 if plan.paired else 2)
+    shown = min(setting.micro_batches, 3 if plan.interleaved else 2)
 
     def run(micro_batches: int) -> Simulation:
         ops = steady_state(list(chain.from_iterable(step_templates(plan, micro_batches))))

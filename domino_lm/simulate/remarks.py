@@ -38,20 +38,19 @@ WORK = {
 """What compute ops do, by kind and phase, and by part where one differs from the rest."""
 
 TRAVELS = {
-    "F all_reduce": "all-reduce {part} output",
-    "F reduce_scatter": "reduce-scatter {part} output",
-    "F all_gather": "gather {part} input",
-    "F statistics": "gather softmax statistics",
-    "B all_reduce": "all-reduce {part} dgrad",
-    "B reduce_scatter": "reduce-scatter {part} dgrad",
-    "B all_gather": "gather gradient of {part} output",
-    "B gather_input": "gather {part} input",
-    "S all_reduce": "all-reduce gradients of bucket {bucket}",
-    "S reduce_scatter": "reduce-scatter gradients of bucket {bucket}",
-    "S replica_sum": "sum gradients of bucket {bucket}",
-    "S all_gather": "gather parameters of bucket {bucket}",
+    "partial F": "{part} output",
+    "partial B": "{part} dgrad",
+    "statistics F": "softmax statistics",
+    "input F": "{part} input",
+    "input B": "gradient of {part} output",
+    "saved_input B": "{part} input",
+    "gradients S": "gradients of bucket {bucket}",
+    "parameters S": "parameters of bucket {bucket}",
 }
-"""What a collective does with which tensor, by phase and collective; what follows the verb is what its WAIT waits for."""
+"""What a collective moves, by what it passes and the phase."""
+
+VERBS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "gather"}
+"""What its START does, by its traffic."""
 
 
 def plan_text(plan: Plan, shapes: Shapes, micro_batches: int, layer: int | None = None) -> str:
@@ -95,7 +94,7 @@ def _stretches(plan: Plan, micro_batches: int) -> list[tuple[str, Sequence[Op]]]
     """What a step consists of, each stretch with its heading."""
     if micro_batches == 1:
         return [("", plan.ops)]
-    if not plan.paired:
+    if not plan.interleaved:
         last = "STEP" if plan.slicing.sharding == "optim_grads" else "reductions and STEP"
         first = ", waits for parameters in the first alone" if micro_batch(plan, first=True) != micro_batch(plan) else ""
         return [(f"for each of {micro_batches} micro-batches; {last} in the last alone{first}", plan.ops)]
@@ -128,14 +127,16 @@ def _remarks(ops: Sequence[Op], shapes: Shapes) -> Iterator[str]:
             key = f"{op.kind.name} {op.phase}"
             yield WORK.get(f"{key} {text}", WORK[key]).format(part=text, before=before, after=after)
             continue
-        text = TRAVELS.get(f"{op.phase} {op.collective}", f"{op.collective} {{part}}").format(part=text, bucket=op.part)
+        collective = slicing.collective(op)
+        moved = TRAVELS[f"{collective.passes} {op.phase}"].format(part=text, bucket=op.part)
+        text = f"{VERBS[collective.traffic]} {moved}"
         link, ranks = ("DP", shapes.data_parallel) if op.lane == DP_LINK else ("TP", shapes.tensor_parallel)
         if ranks == 1:
             yield f"{text}: one {link} rank, nothing travels"
         elif op.kind is Kind.START:
             yield f"{text}, {_size(cost(op, shapes).transfer_bytes)}, {ranks} {link} ranks, behind {behind[position] or 'nothing'}"
         else:
-            yield f"receives {text.partition(' ')[2]}, {f'hidden behind {behind[position]}' if behind[position] else 'exposed'}"
+            yield f"receives {moved}, {f'hidden behind {behind[position]}' if behind[position] else 'exposed'}"
 
 
 def _hidden_behind(ops: Sequence[Op], slicing: Slicing) -> dict[int, str]:

@@ -101,10 +101,10 @@ class Simulation:
         ready: dict[Value, float] = {}
         longest = 0.0
         for op, time in zip(self.plan.ops, self.times, strict=True):
-            reads, writes = dataflow(op, self.plan.slicing)
-            end_s = max([ready[value] for value in reads if value in ready], default=0.0) + time.compute_s + time.transfer_s
+            flow = dataflow(op, self.plan.slicing)
+            end_s = max([ready[value] for value in flow.inputs if value in ready], default=0.0) + time.compute_s + time.transfer_s
             longest = max(longest, end_s)
-            for value in writes:
+            for value in flow.outputs:
                 ready[value] = end_s
         return longest
 
@@ -142,7 +142,7 @@ def op_times(plan: Plan, shapes: Shapes, hardware: Hardware, data_parallel: int 
 def _op_time(op: Op, shapes: Shapes, hardware: Hardware, groups: tuple[Group, Group], free: Collection[str]) -> OpTime:
     work = cost(op, shapes)
     host_s = work.launches * hardware.device.launch_s
-    if not work.collective or op.lane in free:
+    if not work.traffic or op.lane in free:
         return OpTime(work.seconds(hardware) + hardware.op_s, 0.0, 0.0, host_s)
     transfer = work.transfer(hardware, *groups)
     return OpTime(

@@ -66,20 +66,20 @@ def run_steps(run: RunConfig, mesh: ParallelMesh, schedule: ScheduleConfig, batc
     stack = build_stack(run.model, mesh.tp, run.training.seed, dtype, mesh.device)
     plan, gradients = prepare_plan(stack, mesh, schedule, run.training.micro_batch_size, run.model.seq_length)
     optimizer = Optimizer(stack.parameters(), run.optimizer, mesh.tp, gradients=gradients, world=mesh.world)
-    norms: list[float] = []
     first: list[Tensor] = []
 
-    def update() -> None:
+    def update(loss_sum: Tensor) -> list[Tensor]:
         if not first:
             first.extend(gradients.whole(stack.parameters()))
-        norms.append(float(optimizer.step(run.optimizer.lr).grad_norm))
+        return [optimizer.step(run.optimizer.lr).grad_norm]
 
     executor = Executor(plan, stack, mesh, gradients, update, seed=run.training.seed, per_token_loss=run.training.calculate_per_token_loss)
-    losses = []
+    losses, norms = [], []
     for step in range(steps):
-        loss = executor.run_step(batches(mesh, step), step)
-        total, tokens = mesh.dp.all_reduce(torch.stack([loss.loss_sum.double(), loss.tokens.double()])).tolist()
+        made = executor.run_step(batches(mesh, step), step)
+        total, tokens = mesh.dp.all_reduce(torch.stack([made.loss_sum.double(), made.tokens.double()])).tolist()
         losses.append(total / max(tokens, 1))
+        norms += [float(norm) for norm in made.found]
     return Steps(losses, norms, _unsharded(stack, mesh, first))
 
 

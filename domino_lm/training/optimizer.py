@@ -112,7 +112,7 @@ class Optimizer:
         self.parameters = list(parameters)
         self.tp = tp
         self.pieces, self._holders = [Piece.of(parameter) for parameter in self.parameters], tp
-        if gradients is not None and gradients.sharded:
+        if gradients is not None and gradients.zero:
             assert world is not None, "shares of all ranks are summed over the world"
             self._holders = world
             self.pieces = [Piece.of(cast("Parameter", owned), start, stop, grad) for owned, start, stop, grad in gradients.owned()]

@@ -22,7 +22,7 @@ from domino_lm.data.continued import DataRecord
 from domino_lm.model.parameter import dtype_of
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.schedule.executor import StepLoss
+from domino_lm.schedule.executor import StepResult
 from domino_lm.schedule.graphs import build_executor
 from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import AnyRecorder, Recorder
@@ -32,7 +32,7 @@ from domino_lm.training.apex_adam import find_adamw
 from domino_lm.training.garbage import GarbageCollection
 from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
-from domino_lm.training.optimizer import Optimizer, StepInfo
+from domino_lm.training.optimizer import Optimizer
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.skipped_steps import SkippedSteps
 from domino_lm.training.stop import Asked, StopSignal
@@ -116,11 +116,9 @@ class Trainer:
             per_token_loss=run.training.calculate_per_token_loss,
             loss_scale=None if self.loss_scale is None else self.loss_scale.value,
         )
-        self.schedule = LearningRateSchedule(LearningRateShape.from_config(run.optimizer, self.batch_plan))
+        self.lr_schedule = LearningRateSchedule(LearningRateShape.from_config(run.optimizer, self.batch_plan))
         self.iteration = 0
         self.consumed_samples = 0
-        self._update_info: StepInfo | None = None
-        self._logged: list[torch.Tensor] = []
         self._skipped = SkippedSteps(run.training, self.loss_scale)
         self._saved_at: int | None = None
         self._data_record: DataRecord | None = None
@@ -177,20 +175,20 @@ class Trainer:
         size = self.batch_plan.at(self.consumed_samples)
         micro_batches = batches.take(size // (self.run.training.micro_batch_size * data_parallel_size(self.run, self.mesh.world.size)))
         waited = batches.blocked_s - waited
-        self._learning_rate.fill_(self.schedule.value())
-        loss = self.executor.run_step(micro_batches, self.iteration, recorder)
-        loss_sum, tokens, signals, over, grad_norm, skipped, loss_scale, *logged = self._read_edge(loss, asked or Asked())
+        self._learning_rate.fill_(self.lr_schedule.value())
+        made = self.executor.run_step(micro_batches, self.iteration, recorder)
+        loss_sum, tokens, signals, over, loss_scale, grad_norm, skipped, *logged = self._read_edge(made, asked or Asked())
         self.iteration += 1
         self.consumed_samples += size
         if not skipped:
-            self.schedule.advance(size)
+            self.lr_schedule.advance(size)
         report = StepReport(
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
             batch_size=size,
             loss_sum=loss_sum,
             tokens=int(tokens),
-            learning_rate=self.schedule.value(),
+            learning_rate=self.lr_schedule.value(),
             grad_norm=grad_norm,
             skipped=bool(skipped),
             loss_scale=loss_scale,
@@ -224,7 +222,7 @@ class Trainer:
         state = {
             "consumed_samples": self.consumed_samples,
             "data": None if self._data_record is None else self._data_record.state_dict(),
-            "learning_rate": self.schedule.state_dict(),
+            "learning_rate": self.lr_schedule.state_dict(),
             "loss_scaler": None if self.loss_scale is None else self.loss_scale.state_dict(),
             "model": asdict(self.run.model),
             "tokenizer": self.tokenizer_identity,
@@ -271,7 +269,7 @@ class Trainer:
             return
         if "learning_rate" not in state:
             raise ConfigError(f"--load {checkpoint.load} holds no learning-rate schedule; load the weights alone with --no-load-optim.")
-        side = self.schedule.load_state_dict(
+        side = self.lr_schedule.load_state_dict(
             state["learning_rate"],
             override=checkpoint.override_opt_param_scheduler,
             use_checkpoint=checkpoint.use_checkpoint_opt_param_scheduler,
@@ -285,20 +283,21 @@ class Trainer:
         self._saved_at = found if checkpoint.save == checkpoint.load else None
         self.console(f"resumed from {checkpoint.load} at iteration {found}, {self.consumed_samples} samples consumed")
 
-    def _update(self) -> None:
-        """What the plan's STEP op does. A loss that is not finite on any replica keeps the weights as they are."""
+    def _update(self, loss_sum: torch.Tensor) -> list[torch.Tensor]:
+        """What the plan's STEP op does: gradient norm, whether the step was skipped, and what else is logged.
+
+        A loss that is not finite on any replica keeps the weights as they are.
+        """
         logging = self.run.logging
-        bad_loss = torch.logical_not(torch.isfinite(self.executor.loss_sum())).to(torch.float32)
-        self._logged = []
-        if logging.log_num_zeros_in_grad:
-            self._logged.append(self.optimizer.zero_gradients())
-        self._update_info = self.optimizer.step(self._rate(), self.mesh.dp.all_reduce(bad_loss))
-        if logging.log_params_norm:
-            self._logged.append(self.optimizer.parameter_norm())
+        bad_loss = torch.logical_not(torch.isfinite(loss_sum)).to(torch.float32)
+        zeros = [self.optimizer.zero_gradients()] if logging.log_num_zeros_in_grad else []
+        info = self.optimizer.step(self._rate(), self.mesh.dp.all_reduce(bad_loss))
+        norm = [self.optimizer.parameter_norm()] if logging.log_params_norm else []
+        return [info.grad_norm, info.found_inf, *zeros, *norm]
 
     def _rate(self) -> float | torch.Tensor:
         """The step's learning rate, in device memory if the update is captured and must not hold its number."""
-        return self._learning_rate if self.run.kernels.cuda_graph else self.schedule.value()
+        return self._learning_rate if self.run.kernels.cuda_graph else self.lr_schedule.value()
 
     def _named(self, logged: list[float]) -> dict[str, Any]:
         """The numbers that `_update` logs, by the names of the report's fields."""
@@ -306,18 +305,14 @@ class Trainer:
         zeros = {"num_zeros": int(next(values))} if logging.log_num_zeros_in_grad else {}
         return zeros | ({"params_norm": next(values)} if logging.log_params_norm else {})
 
-    def _read_edge(self, loss: StepLoss, asked: Asked) -> list[float]:
-        """The one host read of a step: loss sum, tokens, ranks that ask to stop (by signal, by time), gradient norm, skipped, loss
-        scale, `_logged`."""
-        info = self._update_info
-        assert info is not None, "the plan's STEP op runs before a step ends"
+    def _read_edge(self, made: StepResult, asked: Asked) -> list[float]:
+        """The one host read of a step: loss sum, tokens, ranks that ask to stop (by signal, by time), loss scale, what `_update` found."""
         counted = self.mesh.tp.rank == 0  # the ranks of a TP group hold the same loss
-        sums = [loss.loss_sum.double() * counted, loss.tokens.double() * counted]
-        mine = torch.stack([*sums, *(loss.loss_sum.new_full((), flag).double() for flag in asked)])
+        sums = [made.loss_sum.double() * counted, made.tokens.double() * counted]
+        mine = torch.stack([*sums, *(made.loss_sum.new_full((), flag).double() for flag in asked)])
         total = self.mesh.world.all_reduce(mine)
         scale = total.new_ones(()) if self.loss_scale is None else self.loss_scale.value
-        found = [info.grad_norm, info.found_inf, scale, *self._logged]
-        values: list[float] = torch.cat([total, torch.stack([value.double() for value in found])]).tolist()
+        values: list[float] = torch.cat([total, torch.stack([value.double() for value in (scale, *made.found)])]).tolist()
         return values
 
     def _go_on_with_data(self, position: dict[str, Any] | None) -> None:

@@ -104,7 +104,7 @@ def plan_gradients(
     """Summed loss and unsharded gradients by the plan."""
     stack = build(model, mesh.tp)
     plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH, model.seq_length)
-    executor = Executor(plan, stack, mesh, gradients, lambda: None, seed=seed, per_token_loss=per_token)
+    executor = Executor(plan, stack, mesh, gradients, seed=seed, per_token_loss=per_token)
     for iteration in (1, 2):  # the second step must not see the first one's gradients
         loss = executor.run_step(micro_batches(mesh.dp, documents=documents), iteration)
     return mesh.dp.all_reduce(loss.loss_sum.clone()).item(), unsharded(stack, mesh.tp, [p.main_grad for p in stack.parameters()])

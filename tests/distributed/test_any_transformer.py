@@ -49,7 +49,7 @@ def page_stack(tp: Communicator) -> Stack:
 def plan_gradients(mesh: ParallelMesh, schedule: ScheduleConfig) -> dict[str, Tensor]:
     stack = page_stack(mesh.tp)
     plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH, GPT.seq_length)
-    Executor(plan, stack, mesh, gradients, lambda: None).run_step(micro_batches(mesh.dp), 1)
+    Executor(plan, stack, mesh, gradients).run_step(micro_batches(mesh.dp), 1)
     return unsharded(stack, mesh.tp, [parameter.main_grad for parameter in stack.parameters()])
 
 
@@ -90,9 +90,10 @@ def losses(mesh: ParallelMesh, schedule: ScheduleConfig) -> list[float]:
     stack = page_stack(mesh.tp)
     plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH, GPT.seq_length)
 
-    def descend() -> None:
+    def descend(loss_sum: Tensor) -> list[Tensor]:
         for parameter in stack.parameters():
             parameter.data.sub_(parameter.main_grad)
+        return []
 
     executor = Executor(plan, stack, mesh, gradients, descend)
     return [executor.run_step(micro_batches(mesh.dp), step).loss_sum.item() for step in range(10)]

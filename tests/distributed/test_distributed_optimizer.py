@@ -46,10 +46,10 @@ def curve(mesh: ParallelMesh, model: str, schedule: ScheduleConfig, per_token: b
     config = OptimizerConfig(lr=0.02, clip_grad=0.0, weight_decay=0.1)  # the clip's factor is fp32
     optimizer = Optimizer(stack.parameters(), config, mesh.tp, gradients=gradients, world=mesh.world)
     found: list[float] = []
-    executor = Executor(plan, stack, mesh, gradients, lambda: found.append(optimizer.step(0.02).grad_norm.item()), per_token_loss=per_token)
+    executor = Executor(plan, stack, mesh, gradients, lambda _: [optimizer.step(0.02).grad_norm], per_token_loss=per_token)
     for iteration in range(count):
-        loss = executor.run_step(micro_batches(mesh.dp), iteration)
-        found.append(mesh.dp.all_reduce(loss.loss_sum.clone()).item())
+        made = executor.run_step(micro_batches(mesh.dp), iteration)
+        found += [made.found[0].item(), mesh.dp.all_reduce(made.loss_sum.clone()).item()]
     executor.complete_gathers()
     return found, unsharded(stack, mesh.tp, [parameter.detach() for parameter in stack.parameters()])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from domino_lm.config.settings import ConfigError, ModelConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
@@ -28,14 +29,14 @@ Ranks = Callable[[int], RankPool]
 ROWS2 = ScheduleConfig(schedule="domino", domino_row_slices=2)
 
 
-def build(mesh: ParallelMesh, on_step: Callable[[], None] = lambda: None) -> Executor:
+def build(mesh: ParallelMesh, on_step: Callable[[Tensor], list[Tensor]] = lambda loss_sum: []) -> Executor:
     stack = float64_stack(GPT, mesh.tp)
     plan, gradients = prepare_plan(stack, mesh, ROWS2, MICRO_BATCH, GPT.seq_length)
     return Executor(plan, stack, mesh, gradients, on_step)
 
 
 def failing_step(mesh: ParallelMesh) -> list[str]:
-    def fail() -> None:
+    def fail(loss_sum: Tensor) -> list[Tensor]:
         raise RuntimeError("disk on fire")
 
     try:
@@ -106,7 +107,7 @@ def padded_losses(mesh: ParallelMesh, vocab_size: int, masked: bool) -> float:
     stack = float64_stack(model, mesh.tp)
     batch = micro_batches(mesh.dp, vocab_size)[0]
     plan, gradients = prepare_plan(stack, mesh, ROWS2, MICRO_BATCH, GPT.seq_length)
-    loss = Executor(plan, stack, mesh, gradients, lambda: None).run_step([batch], 1).loss_sum
+    loss = Executor(plan, stack, mesh, gradients).run_step([batch], 1).loss_sum
     assert loss.item() == pytest.approx((stack.forward(batch) * batch.loss_mask).sum().item(), rel=1e-12)
     return loss.item()
 

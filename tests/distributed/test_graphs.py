@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +53,8 @@ class Run:
         else:
             self.executor = GraphedExecutor(plan, self.stack, mesh, gradients, self.update, warmup_steps=2, backend=graphs, **settings)
 
-    def update(self) -> None:
-        bad = torch.logical_not(torch.isfinite(self.executor.loss_sum())).float()
-        self.info = self.optimizer.step(self.rate, bad)
+    def update(self, loss_sum: Tensor) -> list[Tensor]:
+        return [self.optimizer.step(self.rate, torch.logical_not(torch.isfinite(loss_sum)).float()).grad_norm]
 
     def steps(self, count: int, recorded: int | None = None) -> list[float]:
         losses = []
@@ -64,8 +62,8 @@ class Run:
             self.rate.fill_(1e-2 / (1 + iteration))
             batches = micro_batches(Communicator.single())
             shifted = [replace(batch, tokens=(batch.tokens + iteration) % 97) for batch in batches]
-            loss = self.executor.run_step(shifted, iteration, Recorder() if iteration == recorded else None)
-            losses += [loss.loss_sum.item(), self.info.grad_norm.item()]
+            made = self.executor.run_step(shifted, iteration, Recorder() if iteration == recorded else None)
+            losses += [made.loss_sum.item(), made.found[0].item()]
         return losses
 
     def weights(self) -> list[Tensor]:
@@ -89,7 +87,7 @@ def test_a_number_of_the_host_would_be_baked_in() -> None:
     def losses(graphs: RecordedGraphs | None) -> list[float]:
         run = Run(graphs)
         rates = iter([1e-2, 2e-2, 3e-2, 4e-2, 5e-2])
-        run.executor._on_step = lambda: setattr(run, "info", run.optimizer.step(next(rates)))
+        run.executor._binder._on_step = lambda loss_sum: [run.optimizer.step(next(rates)).grad_norm]
         return run.steps(5)
 
     plain, replayed = losses(None), losses(RecordedGraphs())
@@ -140,9 +138,8 @@ def test_a_cpu_run_refuses_cuda_graphs() -> None:
     mesh = ParallelMesh.single(CPU)
     stack = build_stack(GPT, mesh.tp, SEED)
     plan, gradients = prepare_plan(stack, mesh, ROWS2, MICRO_BATCH, GPT.seq_length)
-    nothing: Callable[[], None] = lambda: None  # noqa: E731
     with pytest.raises(ConfigError, match="--cuda-graph captures work of a GPU, but this run computes on cpu"):
-        build_executor(KernelConfig(cuda_graph=True), mesh, plan, stack, gradients, nothing)
+        build_executor(KernelConfig(cuda_graph=True), mesh, plan, stack, gradients)
 
 
 def captured(kernels: KernelConfig, mesh: ParallelMesh, *args: Any, **settings: Any) -> Executor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from domino_lm.config.settings import ModelConfig, OptimizerConfig, ScheduleConfig
 from domino_lm.model.stack import build_stack
@@ -38,8 +39,8 @@ def reads_of_a_step(mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleCo
     plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH, model.seq_length)
     optimizer = Optimizer(stack.parameters(), OptimizerConfig(lr=1e-3), mesh.tp)
 
-    def update() -> None:
-        optimizer.step(1e-3, mesh.dp.all_reduce(torch.logical_not(torch.isfinite(executor.loss_sum())).float()))
+    def update(loss_sum: Tensor) -> list[Tensor]:
+        return [optimizer.step(1e-3, mesh.dp.all_reduce(torch.logical_not(torch.isfinite(loss_sum)).float())).grad_norm]
 
     executor = Executor(plan, stack, mesh, gradients, update, per_token_loss=per_token)
     batches = micro_batches(mesh.dp, documents=True)

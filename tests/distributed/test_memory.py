@@ -36,7 +36,7 @@ def peak(
     """Bytes of a step when everything that is kept between steps exists: the least of some, since gloo's threads let buffers go late."""
     stack = build_stack(model, mesh.tp, 1, dtype)
     plan, gradients = prepare_plan(stack, mesh, schedule, SAMPLES, model.seq_length)
-    executor = Executor(plan, stack, mesh, gradients, lambda: None)
+    executor = Executor(plan, stack, mesh, gradients)
     tokens = torch.randint(0, 256, (model.seq_length, SAMPLES))
     batches = [MicroBatch(tokens, tokens.roll(-1, 0), torch.ones(tokens.shape))] * micro_batches
     executor.run_step(batches, 1)

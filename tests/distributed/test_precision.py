@@ -56,7 +56,7 @@ def narrow_gradients(mesh: ParallelMesh, model: ModelConfig, schedule: ScheduleC
     """Summed loss and unsharded gradients of one step in bf16 or fp16."""
     stack = stack_of(model, mesh, NARROW[kind])
     plan, gradients = prepare_plan(stack, mesh, schedule, MICRO_BATCH, model.seq_length)
-    executor = Executor(plan, stack, mesh, gradients, lambda: None, loss_scale=torch.tensor(SCALES[kind]))
+    executor = Executor(plan, stack, mesh, gradients, loss_scale=torch.tensor(SCALES[kind]))
     loss = executor.run_step(micro_batches(mesh.dp), 1)
     assert all(parameter.main_grad.dtype == torch.float32 for parameter in stack.parameters())
     grads = [parameter.main_grad.double() / SCALES[kind] for parameter in stack.parameters()]

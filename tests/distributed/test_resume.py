@@ -119,7 +119,7 @@ def test_the_learning_rate_comes_from_one_side_and_the_run_says_which(
 
 def rate_and_words(mesh: ParallelMesh, data: str, flags: str) -> tuple[float, list[str]]:
     trainer, said = told(mesh, data, flags)
-    return trainer.schedule.value(), said
+    return trainer.lr_schedule.value(), said
 
 
 def loaded(mesh: ParallelMesh, tokens: Path, flags: str) -> tuple[int, int]:

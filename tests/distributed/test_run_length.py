@@ -79,7 +79,7 @@ def test_finetuning_starts_a_new_run_from_the_weights_alone(ranks: Ranks, tokens
 
 def assert_new_run_with_old_weights(mesh: ParallelMesh, tokens: Path, flags: str) -> None:
     trainer, trained = built(mesh, tokens, f"{flags} --finetune --lr 5e-3"), built(mesh, tokens, flags)
-    assert (trainer.iteration, trainer.consumed_samples, trainer.schedule.samples, trainer.optimizer.step_count) == (0, 0, 0, 0)
+    assert (trainer.iteration, trainer.consumed_samples, trainer.lr_schedule.samples, trainer.optimizer.step_count) == (0, 0, 0, 0)
     assert all(torch.equal(a, b) for a, b in zip(trainer.stack.parameters(), trained.stack.parameters(), strict=True))
 
 
@@ -92,8 +92,8 @@ def step_with_infinite_loss(mesh: ParallelMesh, tokens: Path) -> tuple[bool, boo
     trainer = built(mesh, tokens)
     before = [parameter.detach().clone() for parameter in trainer.stack.parameters()]
     if mesh.dp.rank == 1:
-        found = trainer.executor.loss_sum
-        trainer.executor.loss_sum = lambda: found() + torch.inf  # type: ignore[method-assign]
+        state = trainer.executor._state
+        state.loss_sum = lambda: torch.stack(state.row_losses).sum() + torch.inf  # type: ignore[method-assign]
     (report,) = steps(trainer, 1)
     assert torch.isfinite(torch.tensor(report.grad_norm))
     return report.skipped, all(torch.equal(a, b) for a, b in zip(before, trainer.stack.parameters(), strict=True))

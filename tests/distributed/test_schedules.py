@@ -163,7 +163,7 @@ def gradients_of_steps(mesh: ParallelMesh, model: ModelConfig, seed: int, iterat
     """Gradients of the same micro-batches and weights at each of the iterations, one after the other."""
     stack = float64_stack(model, mesh.tp)
     plan, buckets = prepare_plan(stack, mesh, CUTS["rows2"], MICRO_BATCH, model.seq_length)
-    executor, found = Executor(plan, stack, mesh, buckets, lambda: None, seed=seed), []
+    executor, found = Executor(plan, stack, mesh, buckets, seed=seed), []
     for iteration in iterations:
         executor.run_step(micro_batches(mesh.dp), iteration)
         found.append({parameter.spec.name: parameter.main_grad.clone() for parameter in stack.parameters()})

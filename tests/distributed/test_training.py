@@ -188,7 +188,7 @@ def test_weights_alone_start_a_new_schedule(ranks: Ranks, tokens: Path, tmp_path
 
 def assert_fresh_schedule(mesh: ParallelMesh, tokens: Path, flags: str) -> None:
     trainer = built(mesh, tokens, flags)
-    assert (trainer.iteration, trainer.schedule.value(), trainer.optimizer.step_count) == (0, 0.0, 0)
+    assert (trainer.iteration, trainer.lr_schedule.value(), trainer.optimizer.step_count) == (0, 0.0, 0)
 
 
 @pytest.mark.parametrize(("flag", "taken"), [("", None), ("--override-opt-param-scheduler", 6e-5)])
@@ -202,7 +202,7 @@ def test_another_learning_rate_is_refused_on_resume_or_followed_from_the_first_s
 
 def resumed_rate(mesh: ParallelMesh, tokens: Path, flags: str) -> float | None:
     try:
-        return built(mesh, tokens, flags).schedule.value()
+        return built(mesh, tokens, flags).lr_schedule.value()
     except ConfigError:
         return None
 

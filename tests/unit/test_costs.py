@@ -170,7 +170,7 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_an_unknown_collective_is_named() -> None:
-    with pytest.raises(ConfigError, match="'all_to_all'; known are all_reduce"):
+    with pytest.raises(ConfigError, match="traffic 'all_to_all' of a collective; known are all_reduce"):
         H100.fabric.transfer("all_to_all", 1.0, Group(2, 2))
 
 

@@ -100,7 +100,7 @@ def all_plans(draw: st.DrawFn) -> Plan:
 def test_every_plan_is_sound_with_and_without_the_steps_end(plan: Plan) -> None:
     validate(plan)
     validate(plan.with_ops(micro_batch(plan)))
-    if not plan.paired:
+    if not plan.interleaved:
         validate(serialize(plan))
 
 
@@ -127,10 +127,10 @@ def test_parameters_are_gathered_once_a_step_and_before_they_are_used(plan: Plan
     """Over two steps: the second uses no bucket between its update and the wait for its gather."""
     step = [op for template in step_templates(plan, micro_batches) for op in template]
     waits = [op.part for op in step if is_gather(op) and op.kind is Kind.WAIT]
-    assert sorted(waits) == (list(range(len(plan.slicing.buckets))) if plan.slicing.sharded else [])
+    assert sorted(waits) == (list(range(len(plan.slicing.buckets))) if plan.slicing.zero else [])
     missing: set[int] = set()
     for op in step + step:
-        if op.kind is Kind.STEP and plan.slicing.sharded:
+        if op.kind is Kind.STEP and plan.slicing.zero:
             missing = set(range(len(plan.slicing.buckets)))
         if is_gather(op) and op.kind is Kind.WAIT:
             missing.discard(op.part)
@@ -171,15 +171,15 @@ def test_passes_move_work_but_neither_add_nor_drop_any(plan: Plan) -> None:
 
 def waits_that_block(plan: Plan) -> list[str]:
     """Waits, and compute ops of their micro-batch behind them that had all they need before them."""
-    written_at = {value: i for i, op in enumerate(plan.ops) for value in dataflow(op, plan.slicing)[1]}
-    leaves = (Kind.START, "B", plan.slicing.leaving)
+    written_at = {value: i for i, op in enumerate(plan.ops) for value in dataflow(op, plan.slicing).outputs}
+    leaves = (Kind.START, "B", "reduce_scatter" if plan.slicing.sequence_parallel else "all_reduce")
     left_at = {(op.part, op.row): i for i, op in enumerate(plan.ops) if (op.kind, op.phase, op.collective) == leaves}
     waits = [i for i, op in enumerate(plan.ops) if op.kind is Kind.WAIT]
     found = []
     for position, op in enumerate(plan.ops):
         if op.kind not in COMPUTES:
             continue
-        ready = max((written_at[value] for value in dataflow(op, plan.slicing)[0]), default=-1)
+        ready = max((written_at[value] for value in dataflow(op, plan.slicing).inputs), default=-1)
         if op.kind is Kind.WGRAD:  # starts after its row's collective has left
             ready = max(ready, left_at.get((op.part, op.row), -1))
         if op.kind is Kind.TAIL and plan.slicing.sequence_parallel:
@@ -262,7 +262,7 @@ def test_a_plan_without_one_of_its_ops_is_refused(plan: Plan, data: st.DataObjec
 
 @given(plans, st.data())
 def test_an_op_moved_before_what_it_reads_is_refused_and_shown(plan: Plan, data: st.DataObject) -> None:
-    flows = [dataflow(op, plan.slicing) for op in plan.ops]
+    flows = [(flow.inputs, flow.outputs) for flow in (dataflow(op, plan.slicing) for op in plan.ops)]
     position = data.draw(
         st.sampled_from([i for i, (reads, _) in enumerate(flows) if any(reads and set(reads) & set(writes) for _, writes in flows[:i])])
     )
@@ -314,7 +314,7 @@ def test_a_gradient_that_changes_while_its_bucket_travels_is_refused() -> None:
     wait = ops.pop(ops.index(Op.parse("m0 waitS0.*:reduce_scatter")))
     ops.insert(ops.index(Op.parse("m1 startS0.*:reduce_scatter")), wait)
     with pytest.raises(PlanError, match="changes a gradient of bucket 0 after its reduction has started"):
-        validate(replace(paired, ops=tuple(ops), paired=False))
+        validate(replace(paired, ops=tuple(ops), interleaved=False))
 
 
 def test_what_follows_the_step_is_refused_unless_it_gathers() -> None:

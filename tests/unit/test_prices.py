@@ -83,8 +83,8 @@ def test_a_collective_takes_its_overhead_and_the_fastest_algorithm() -> None:
     group = Group(12, 4)
     ways = [FABRIC.flat_ring_s("all_reduce", GB, group), FABRIC.hierarchical_s("all_reduce", GB, group), FABRIC.tree_s(GB, group)]
     assert FABRIC.transfer("all_reduce", GB, group) == (7e-3 + min(ways), 0.25, 0.0)
-    assert FABRIC.transfer("replica_sum", GB, Group(4, 4)).seconds == pytest.approx(7e-3 + 1.5 / 50 + 6e-3)  # the ring
-    assert FABRIC.transfer("statistics", GB, Group(4, 4)).seconds == pytest.approx(7e-3 + 0.75 / 50 + 3e-3)
+    assert FABRIC.transfer("all_reduce", GB, Group(4, 4)).seconds == pytest.approx(7e-3 + 1.5 / 50 + 6e-3)  # the ring
+    assert FABRIC.transfer("all_gather", GB, Group(4, 4)).seconds == pytest.approx(7e-3 + 0.75 / 50 + 3e-3)
     switched = replace(FABRIC, switch_bytes_per_s=200e9)
     assert switched.transfer("all_reduce", GB, Group(4, 4)).seconds == pytest.approx(7e-3 + 1.5 / 200 + 2e-3)
 
@@ -157,7 +157,7 @@ def test_an_op_takes_the_sum_of_its_kernels_and_the_host_their_number() -> None:
     gemm, attention, moved = Gemm(256, 256, 4096), CoreAttention(1e9, 100, False), Pass("norm", 8e6, 3)
     work = Work((gemm, gemm), attention, (moved,))
     assert work.seconds(MACHINE) == pytest.approx(2 * DEVICE.gemm_s(gemm, 2) + DEVICE.attention_s(attention) + DEVICE.pass_s(moved))
-    assert (work.launches, Work(collective="all_reduce").launches, Work().launches) == (6, 1, 0)
+    assert (work.launches, Work(traffic="all_reduce").launches, Work().launches) == (6, 1, 0)
 
 
 # One layer of 4 heads of width 16 on 2 ranks, micro-batch 2 in 2 rows of 32 tokens, 2 column blocks; bf16.
@@ -189,19 +189,19 @@ def shapes(model: ModelConfig = GPT, plan: Plan | None = None, hardware: Hardwar
 GPT_WORK = {
     "bodyF0.0": Work(),
     "tailF0.0c1": Work(passes=(Pass("lookup", 4 * 64 * 2 * TOKENS / 2, 2),)),
-    "startF0.0": Work(collective="all_reduce", transfer_bytes=TOKENS * 32 * 2, link="tp"),
+    "startF0.0": Work(traffic="all_reduce", transfer_bytes=TOKENS * 32 * 2, link="tp"),
     "waitF0.0": Work(),
     "localF1.0": Work(passes=(Pass("norm", 4 * 64 * 2 * TOKENS, 2),)),
     "bodyF2.1": Work((Gemm(TOKENS, 96, 64),), CoreAttention(4 * PAIRS * 32, 32, False)),
     "tailF2.0c1": Work((Gemm(TOKENS, 32, 32),)),
-    "startF2.0c1": Work(collective="all_reduce", transfer_bytes=TOKENS * 32 * 2, link="tp"),
+    "startF2.0c1": Work(traffic="all_reduce", transfer_bytes=TOKENS * 32 * 2, link="tp"),
     "bodyF4.0": Work((Gemm(TOKENS, 128, 64),), None, (Pass("gelu", (128 + 128) * 2 * TOKENS),)),
     "tailF4.0": Work((Gemm(TOKENS, 32, 128),)),
     "bodyF6.0": Work((Gemm(TOKENS, 256, 64),), None, (Pass("softmax", 256 * (2 + 20) * TOKENS, 5),)),
-    "startF6.0:statistics": Work(collective="statistics", transfer_bytes=12 * 2 * TOKENS, link="tp"),
+    "startF6.0:statistics": Work(traffic="all_gather", transfer_bytes=12 * 2 * TOKENS, link="tp"),
     "lossF6.0": Work(passes=(Pass("softmax", 256 * (12 + 2) * TOKENS, 3),)),
     "tailB6.0": Work((Gemm(TOKENS, 32, 256),)),
-    "startB6.0c1": Work(collective="all_reduce", transfer_bytes=TOKENS * 32 * 2, link="tp"),
+    "startB6.0c1": Work(traffic="all_reduce", transfer_bytes=TOKENS * 32 * 2, link="tp"),
     "wgradB6.0": Work((Gemm(256, 64, TOKENS),), None, (Pass("accumulate", 256 * 64 * 10, 1),)),
     "localB5.0": Work(passes=(Pass("norm_grad", 6 * 64 * 2 * TOKENS, 3), Pass("layout", 2 * 64 * 2 * TOKENS))),
     "bodyB4.0": Work((Gemm(TOKENS, 128, 64),), None, (Pass("gelu_grad", (2 * 128 + 128) * 2 * TOKENS),)),
@@ -239,7 +239,7 @@ def test_sequence_parallelism_shares_norms_and_gathers_uncut_blocks() -> None:
     norm, layout = Pass("norm", 4 * 64 * 2 * TOKENS / 2, 2), Pass("layout", 2 * 64 * 2 * TOKENS / 2)
     assert cost(Op.parse("m0 localF1.0"), split) == Work(passes=(norm, layout))
     assert cost(Op.parse("m0 startF1.0:reduce_scatter"), split).transfer_bytes == TOKENS * 32 * 2
-    assert cost(Op.parse("m0 startF2.0:all_gather"), split) == Work(collective="all_gather", transfer_bytes=TOKENS * 64 * 2, link="tp")
+    assert cost(Op.parse("m0 startF2.0:all_gather"), split) == Work(traffic="all_gather", transfer_bytes=TOKENS * 64 * 2, link="tp")
 
 
 def test_eager_kernels_move_every_intermediate_once_more() -> None:
@@ -297,8 +297,8 @@ def test_the_optimizer_moves_32_bytes_a_weight_and_replicas_share_them() -> None
 def test_buckets_travel_in_fp32_and_parameters_in_their_own_type() -> None:
     plan = gather_parameters(with_step("optim"), overlap=True)
     start, gather = (cost(Op.parse(f"m0 startS1.*:{name}"), shapes(plan=plan, dp=4)) for name in ("reduce_scatter", "all_gather"))
-    assert start == Work(collective="reduce_scatter", transfer_bytes=256 * 64 * 4, link="dp")
-    assert gather == Work(collective="all_gather", transfer_bytes=256 * 64 * 2, link="dp")
+    assert start == Work(traffic="reduce_scatter", transfer_bytes=256 * 64 * 4, link="dp")
+    assert gather == Work(traffic="all_gather", transfer_bytes=256 * 64 * 2, link="dp")
 
 
 @pytest.mark.parametrize(("element_bytes", "optimizer_bytes"), [(2, 12), (4, 8)])

@@ -34,6 +34,18 @@ def test_every_file_that_is_named_exists(document: str) -> None:
     assert [name for name in [*named, *linked] if "." in name and not (ROOT / name).exists()] == []
 
 
+def test_six_files_lead_from_the_command_line_to_the_matrix_product() -> None:
+    """Each is there, and imports the next or gets it from one that does."""
+    sentence = re.search(r"to the matrix product, six files:(.*?)all under", (ROOT / "README.md").read_text(), re.S)
+    assert sentence is not None
+    files = re.findall(r"`([\w/]+\.py)`", sentence[1])
+    assert len(files) == 6
+    texts = [(ROOT / "domino_lm" / name).read_text() for name in files]
+    for position, name in enumerate(files[1:], 1):
+        module = "domino_lm." + name.removesuffix(".py").replace("/", ".")
+        assert any(f"from {module} import" in text for text in texts[:position]), name
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_program_that_is_typed_exists(document: str) -> None:
     programs = [word for line in typed(document) for word in re.findall(r"(?:tools|examples|benchmarks|tests)/[\w./]+\.(?:py|sh)", line)]
