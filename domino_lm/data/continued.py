@@ -213,8 +213,9 @@ def _sentence(record: DataRecord, changed: DataRecord) -> str:
 def _keeps_order(source: GPTDataset, kept: SourceRecord) -> bool:
     """Whether the samples of ``source`` come in the recorded order."""
     (seed, size), *more = kept.segments
-    plan = plan_epochs(source.tokens_per_epoch, size, source.config.sequence_length)
-    return not more and seed == source.config.seed and plan == source.epochs
+    config = source.config
+    plan = plan_epochs(source.tokens_per_epoch, size, config.sequence_length, int(config.add_extra_token_to_sequence))
+    return not more and seed == config.seed and plan == source.epochs
 
 
 def _sources(dataset: GPTDataset | BlendedDataset) -> list[GPTDataset]:

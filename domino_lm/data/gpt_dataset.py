@@ -29,6 +29,8 @@ from domino_lm.data.indices import (
 Array = npt.NDArray[Any]
 Sample = dict[str, Array]
 SplitName = Literal["train", "valid", "test"]
+NO_TOKEN = -1
+"""Fills up a short last sample. An id of the tokenizer would take the loss from the same id in the data."""
 SPLITS: tuple[SplitName, SplitName, SplitName] = ("train", "valid", "test")
 
 
@@ -65,6 +67,12 @@ class GPTDatasetConfig:
 
     data: DataConfig = field(default_factory=DataConfig)
     """What happens at ends of documents; with ``reset_attention_mask`` samples carry a [1, s, s] mask."""
+
+    drop_last_partial_validation_sequence: bool = True
+    """Drop the tokens at the end of the validation split that fill no whole sample; otherwise they are padded."""
+
+    add_extra_token_to_sequence: bool = True
+    """Read one token more than a sample has, so that its last token has a label too."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -149,6 +157,8 @@ class GPTDataset:
                 f"{indexed.prefix}.bin holds {indexed.dtype} numbers, which are no token ids; give the prefix of a token file."
             )
         self.indexed, self.sequences, self.split, self.num_samples, self.config = indexed, sequences, split, num_samples, config
+        self._extra = int(config.add_extra_token_to_sequence)
+        self._drop_last = config.drop_last_partial_validation_sequence or split != "valid"
         lengths = indexed.sequence_lengths[sequences.start : sequences.stop]
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch == 0:
@@ -156,15 +166,15 @@ class GPTDataset:
                 f"{indexed.prefix}: the {split} split has {len(sequences)} of {len(indexed)} sequences and no token; "
                 f"use more data, or change --split so that {split} gets some, or give it the weight 0."
             )
-        self.epochs = plan_epochs(self.tokens_per_epoch, num_samples, config.sequence_length)
+        self.epochs = plan_epochs(self.tokens_per_epoch, num_samples, config.sequence_length, self._extra)
         tokens = self.epochs.repeats * self.tokens_per_epoch
-        self._length = count_samples(tokens, config.sequence_length)
+        self._length = count_samples(tokens, config.sequence_length, self._extra, self._drop_last)
         if self._length == 0 and num_samples != 0:
             raise DatasetError(
-                f"{indexed.prefix}: the {split} split has {tokens} tokens, too few for one sample of --seq-length {config.sequence_length} "
-                "and its last label; use more data, another --split or shorter samples."
+                f"{indexed.prefix}: the {split} split has {tokens} tokens, too few for one sample of --seq-length {config.sequence_length}"
+                f"{' and its last label' if self._extra else ''}; use more data, another --split or shorter samples."
             )
-        if self.epochs.repeats > 1 and self.tokens_per_epoch <= config.sequence_length:
+        if self.epochs.repeats > 1 and self.tokens_per_epoch - self._extra < config.sequence_length:
             warnings.warn(
                 f"{indexed.prefix}: the {split} split has {self.tokens_per_epoch} tokens, less than one sample; every sample repeats some of them.",
                 stacklevel=2,
@@ -178,7 +188,12 @@ class GPTDataset:
         if not 0 <= i < self._length:
             raise IndexError(f"{self.indexed.prefix}: {self.split} sample {i} is outside 0..{self._length - 1}")
         text = self._read(int(self.shuffle_index[i]))
-        return self._mask(text[:-1].copy(), text[1:].copy())
+        if self._extra:
+            tokens, labels = text[:-1].copy(), text[1:].copy()
+        else:
+            tokens, labels = text, np.roll(text, -1)
+            labels[-1] = NO_TOKEN
+        return self._mask(tokens, labels)
 
     def identity(self) -> dict[str, Any]:
         """Everything that the indices depend on: the files by content, and each setting that changes the result."""
@@ -189,25 +204,28 @@ class GPTDataset:
             "num_samples": self.num_samples,
             "sequence_length": self.config.sequence_length,
             "seed": self.config.seed,
-            "extra_token": 1,
-            "drop_last": True,
+            "extra_token": self._extra,
+            "drop_last": self._drop_last,
         }
 
     def _read(self, sample: int) -> npt.NDArray[np.int64]:
-        """The sample's tokens and the one behind them: [s + 1]."""
+        """The sample's tokens, filled up with NO_TOKEN at the end: [s + extra]."""
         (first, begin), (last, end) = (map(int, row) for row in self.sample_index[sample : sample + 2])
-        parts = []
+        text = np.full(self.config.sequence_length + self._extra, NO_TOKEN, np.int64)
+        filled = 0
         for position in range(first, last + 1):
+            sequence = int(self.document_index[position])
             offset = begin if position == first else 0
-            length = end + 1 - offset if position == last else None
-            parts.append(self.indexed.get(int(self.document_index[position]), offset, length))
-        text = np.concatenate(parts, dtype=np.int64)
-        self._check_ids(sample, text)
+            length = end + self._extra - offset if position == last else None
+            part = self.indexed.get(sequence, offset, length)
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+        self._check_ids(sample, text[:filled])
         return text
 
     def _check_ids(self, sample: int, text: Array) -> None:
         vocab_size = self.config.vocab_size
-        low, high = int(text.min()), int(text.max())
+        low, high = int(text.min(initial=0)), int(text.max(initial=0))
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             entries = "begins at 0" if low < 0 else f"has {vocab_size} entries"
             raise DatasetError(
@@ -228,6 +246,9 @@ class GPTDataset:
         sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
         if config.data.reset_attention_mask:
             sample["attention_mask"] = attention_mask(tokens, config.eod)
+        loss_mask[labels == NO_TOKEN] = 0
+        tokens[tokens == NO_TOKEN] = 0
+        labels[labels == NO_TOKEN] = 0
         return sample
 
     def _indices(self, cache_path: str | os.PathLike[str] | None) -> tuple[Array, Array, Array]:
@@ -244,5 +265,5 @@ class GPTDataset:
     def _build_indices(self) -> tuple[Array, Array, Array]:
         rng = np.random.RandomState(self.config.seed)
         documents = build_document_index(self.sequences, self.epochs, rng)
-        samples = build_sample_index(self.indexed.sequence_lengths, documents, self.config.sequence_length, self._length)
+        samples = build_sample_index(self.indexed.sequence_lengths, documents, self.config.sequence_length, self._length, self._extra)
         return documents, samples, build_shuffle_index(self._length, self.epochs, rng)

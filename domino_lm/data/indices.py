@@ -28,8 +28,8 @@ class Epochs(NamedTuple):
     samples_before_final: int
 
 
-def plan_epochs(tokens: int, num_samples: int | None, sequence_length: int) -> Epochs:
-    """The fewest epochs of ``tokens`` that give ``num_samples`` (one epoch for None); the last label needs one token more.
+def plan_epochs(tokens: int, num_samples: int | None, sequence_length: int, extra: int) -> Epochs:
+    """The fewest epochs of ``tokens`` that give ``num_samples`` (one epoch for None).
 
     The final epoch is shuffled apart when less than 80 % of its samples are needed: shuffled together, the
     documents of the samples that are never reached would be spread over all epochs.
@@ -37,18 +37,21 @@ def plan_epochs(tokens: int, num_samples: int | None, sequence_length: int) -> E
     assert tokens > 0
     if num_samples is None:
         return Epochs(1, False, 0)
-    count = max(1, -(-(num_samples * sequence_length + 1) // tokens))
+    count = max(1, -(-(num_samples * sequence_length + extra) // tokens))
     if count == 1:
         return Epochs(1, False, 0)
-    before_final = ((count - 1) * tokens - 1) // sequence_length
-    per_epoch = (tokens - 1) // sequence_length
+    before_final = ((count - 1) * tokens - extra) // sequence_length
+    per_epoch = (tokens - extra) // sequence_length
     separate = num_samples - before_final < int(0.80 * per_epoch)
     return Epochs(count, separate, before_final)
 
 
-def count_samples(tokens: int, sequence_length: int) -> int:
-    """Whole samples in a stream of ``tokens``, each of which has a label too."""
-    return max(0, tokens - 1) // sequence_length
+def count_samples(tokens: int, sequence_length: int, extra: int, drop_last: bool) -> int:
+    """Samples in a stream of ``tokens``; the last one may be short unless ``drop_last``."""
+    usable = tokens - extra
+    if usable <= 0:
+        return 0
+    return usable // sequence_length if drop_last else -(-usable // sequence_length)
 
 
 def document_index_dtype(stop: int) -> type[np.int32] | type[np.int64]:
@@ -77,24 +80,29 @@ def build_document_index(sequences: range, epochs: Epochs, rng: np.random.Random
     return np.concatenate(index)
 
 
-def build_sample_index(lengths: Array, document_index: Array, sequence_length: int, samples: int) -> Array:
+def build_sample_index(lengths: Array, document_index: Array, sequence_length: int, samples: int, extra: int) -> Array:
     """Where each sample begins, and where the last one ends: [samples + 1, 2] of (position in document index, offset).
 
-    Sample k reads ``sequence_length + 1`` tokens from row k on; row k + 1 lies one token before its end. A row names the sequence that holds the last token read, never the start of the one behind it.
+    Sample k reads ``sequence_length + extra`` tokens from row k on; row k + 1 lies ``extra`` tokens before its end. A row
+    names the sequence that holds the last token read, never the start of the one behind it.
     """
-    # In a mapped file they stand between bytes, and gathering them takes three times as long.
-    lengths = np.require(lengths, requirements="A")
+    lengths = np.require(
+        lengths, requirements="A"
+    )  # in a mapped file they stand between bytes, and gathering them takes three times as long
     index = np.zeros((samples + 1, 2), sample_index_dtype(len(document_index), int(lengths.max(initial=0))))
     before, row = 0, 1
     for start in range(0, len(document_index), CHUNK):
         chunk_lengths = lengths[document_index[start : start + CHUNK]]
         ends = np.cumsum(chunk_lengths, dtype=np.int64)
         ends += before
-        stop_row = min((int(ends[-1]) - 1) // sequence_length, samples) + 1
-        stops = np.arange(row, stop_row, dtype=np.int64) * sequence_length + 1
+        last = start + CHUNK >= len(document_index)
+        stop_row = samples + 1 if last else min((int(ends[-1]) - extra) // sequence_length, samples) + 1
+        stops = np.arange(row, stop_row, dtype=np.int64) * sequence_length + extra
+        if last:
+            np.minimum(stops, ends[-1], out=stops)
         positions = np.searchsorted(ends, stops, side="left")
         index[row:stop_row, 0] = positions + start
-        index[row:stop_row, 1] = stops - 1 - (ends[positions] - chunk_lengths[positions])
+        index[row:stop_row, 1] = stops - extra - (ends[positions] - chunk_lengths[positions])
         before, row = int(ends[-1]), max(row, stop_row)
     return index
 

@@ -84,4 +84,6 @@ class Batches:
 
 def collate(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """Samples stacked along a new first dimension, key by key."""
+    if not samples:
+        raise LoaderError("a micro-batch without samples; with drop_last off, this rank has nothing left to read.")
     return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}

@@ -40,8 +40,11 @@ class SequentialSampler(Sampler):
     """Consecutive samples, dealt to the data-parallel ranks in blocks of one micro-batch.
 
     Of each ``micro_batch_size * data_parallel_size`` samples, rank r takes the r-th micro-batch. It makes one pass:
-    epochs are the data set's business. An incomplete block at the end is dropped.
+    epochs are the data set's business. An incomplete block at the end is dropped; without ``drop_last`` the ranks get
+    what there is, perhaps nothing.
     """
+
+    drop_last: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,12 +56,13 @@ class SequentialSampler(Sampler):
 
     def __len__(self) -> int:
         """Micro-batches that each rank gets."""
-        return (self.total_samples - self.consumed_samples) // self.samples_per_step
+        left = self.total_samples - self.consumed_samples
+        return left // self.samples_per_step if self.drop_last else -(-left // self.samples_per_step)
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(len(self)):
             begin = self.consumed_samples + step * self.samples_per_step + self.data_parallel_rank * self.micro_batch_size
-            yield list(range(begin, begin + self.micro_batch_size))
+            yield list(range(min(begin, self.total_samples), min(begin + self.micro_batch_size, self.total_samples)))
 
 
 @dataclass(kw_only=True)

@@ -24,8 +24,8 @@ FULL_PASS_CASES = [case for case in SAMPLERS if case["sampler"] == "full_validat
 @pytest.mark.parametrize("case", SAMPLE_INDEX_CASES, ids=lambda case: str(case["k"]))
 def test_sample_index_equals_megatrons(case: dict[str, Any]) -> None:
     lengths, documents = np.array(case["lens"], np.int32), np.array(case["doc_idx"], np.int32)
-    samples = count_samples(int(lengths[documents].sum()), case["seq"])
-    index = build_sample_index(lengths, documents, case["seq"], samples)
+    samples = count_samples(int(lengths[documents].sum()), case["seq"], case["extra"], case["drop_last"])
+    index = build_sample_index(lengths, documents, case["seq"], samples, case["extra"])
     assert index.tolist() == case["result"]
 
 
@@ -35,7 +35,7 @@ def test_split_weights_equal_megatrons(case: dict[str, Any]) -> None:
 
 
 def sampler(case: dict[str, Any]) -> SequentialSampler:
-    names = ("micro_batch_size", "consumed_samples", "data_parallel_rank", "data_parallel_size")
+    names = ("micro_batch_size", "consumed_samples", "data_parallel_rank", "data_parallel_size", "drop_last")
     return SequentialSampler(case["total_samples"], **{name: case[name] for name in names if name in case})
 
 

@@ -105,6 +105,8 @@ def build(meta: dict[str, Any], token_files: TokenFiles) -> dict[str, GPTDataset
         eod=50256 if settings["tokenizer"] == "gpt2" else 2,
         vocab_size=50257 if settings["tokenizer"] == "gpt2" else 4096,
         data=DataConfig(**{name: settings[name] for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}),
+        drop_last_partial_validation_sequence=settings["drop_last_partial_validation_sequence"],
+        add_extra_token_to_sequence=settings["add_extra_token_to_sequence"],
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some test splits are shorter than one sample

@@ -25,8 +25,7 @@ from domino_lm.data.indices import (
     sample_index_dtype,
     shuffle_index_dtype,
 )
-from domino_lm.data.loader import Batches
-from domino_lm.data.samplers import SequentialSampler
+from domino_lm.data.loader import Batches, SequentialSampler
 from domino_lm.data.splits import DataSources, Splits, build_splits
 
 EOD = 0
@@ -150,18 +149,29 @@ def test_an_index_outside_the_data_set_is_refused(prefix: Path, i: int) -> None:
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 1),
     sequence_length=st.integers(1, 12),
+    extra=st.integers(0, 1),
+    drop_last=st.booleans(),
 )
-def test_sample_index_cuts_the_stream_every_sequence_length_tokens(lengths: list[int], sequence_length: int) -> None:
-    samples = count_samples(sum(lengths), sequence_length)
-    index = build_sample_index(np.array(lengths), np.arange(len(lengths)), sequence_length, samples)
+def test_sample_index_cuts_the_stream_every_sequence_length_tokens(
+    lengths: list[int], sequence_length: int, extra: int, drop_last: bool
+) -> None:
+    total = sum(lengths)
+    samples = count_samples(total, sequence_length, extra, drop_last)
+    index = build_sample_index(np.array(lengths), np.arange(len(lengths)), sequence_length, samples, extra)
     begins = np.cumsum([0, *lengths])
-    assert [int(begins[position] + offset) for position, offset in index] == [k * sequence_length for k in range(samples + 1)]
+    flat = [int(begins[position] + offset) for position, offset in index]
+    assert flat[:samples] == [k * sequence_length for k in range(samples)]
+    assert flat[samples] == min(samples * sequence_length, total - extra)
 
 
 @settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), num_samples=st.none() | st.integers(1, 60))
-def test_samples_are_slices_of_the_shuffled_stream(tmp_path_factory: pytest.TempPathFactory, seed: int, num_samples: int | None) -> None:
-    data = dataset(write(tmp_path_factory.mktemp("data") / "data", [3, 1, 9, 20, 2]), num_samples, seed=seed)
+@given(seed=st.integers(0, 2**32 - 1), extra=st.booleans(), num_samples=st.none() | st.integers(1, 60))
+def test_samples_are_slices_of_the_shuffled_stream(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, extra: bool, num_samples: int | None
+) -> None:
+    data = dataset(
+        write(tmp_path_factory.mktemp("data") / "data", [3, 1, 9, 20, 2]), num_samples, seed=seed, add_extra_token_to_sequence=extra
+    )
     tokens = stream(data)
     for i, k in enumerate(data.shuffle_index):
         np.testing.assert_array_equal(data[i]["tokens"], tokens[8 * k : 8 * k + 8])
@@ -171,6 +181,19 @@ def test_labels_are_the_next_tokens(prefix: Path) -> None:
     data = dataset(prefix)
     tokens, k = stream(data), int(data.shuffle_index[0])
     np.testing.assert_array_equal(data[0]["labels"], tokens[8 * k + 1 : 8 * k + 9])
+
+
+def test_a_short_last_sample_is_padded_without_loss_when_the_tokenizer_has_no_pad(tmp_path: Path) -> None:
+    data = dataset(write(tmp_path / "data", [21]), split="valid", drop_last_partial_validation_sequence=False)
+    last = data[int(np.argmax(data.shuffle_index))]
+    assert last["loss_mask"].tolist() == [1] * 4 + [0] * 4
+    assert (last["tokens"][5:].tolist(), last["labels"][4:].tolist()) == ([0] * 3, [0] * 4)
+
+
+def test_a_padded_sample_leaves_the_loss_of_others_alone(tmp_path: Path) -> None:
+    data = dataset(write(tmp_path / "data", [21]), split="valid", drop_last_partial_validation_sequence=False)
+    data[int(np.argmax(data.shuffle_index))]
+    assert data[int(np.argmin(data.shuffle_index))]["loss_mask"].tolist() == [1] * 8
 
 
 def test_a_pad_id_that_occurs_in_the_data_keeps_its_loss(tmp_path: Path) -> None:
@@ -188,9 +211,9 @@ def test_negative_ids_are_refused_without_a_vocabulary_too(tmp_path: Path) -> No
         dataset(tmp_path / "x")[0]
 
 
-@pytest.mark.parametrize(("tokens", "samples"), [(33554433, 1048576), (33554432, 1048575), (2147483778, 67108868)])
+@pytest.mark.parametrize(("tokens", "samples"), [(33554435, 1048577), (2147483778, 67108869)])
 def test_samples_of_long_splits_are_counted_exactly(tokens: int, samples: int) -> None:
-    assert count_samples(tokens, 32) == samples
+    assert count_samples(tokens, 32, 1, drop_last=False) == samples
 
 
 def test_counts_past_int32_get_wide_indices() -> None:
@@ -208,18 +231,18 @@ def test_counts_within_int32_keep_megatrons_narrow_indices() -> None:
 
 
 def test_epochs_of_a_large_corpus_are_planned_exactly() -> None:
-    epochs = plan_epochs(3 * 10**12 + 1, 3 * 10**9, 2048)
+    epochs = plan_epochs(3 * 10**12 + 1, 3 * 10**9, 2048, 1)
     assert (epochs.repeats, epochs.samples_before_final) == (3, (2 * (3 * 10**12 + 1) - 1) // 2048)
 
 
 @pytest.mark.parametrize(("samples", "separate"), [(100, False), (179, True), (180, False), (200, False), (279, True), (280, False)])
 def test_a_final_epoch_is_shuffled_apart_when_less_than_eight_tenths_of_it_are_needed(samples: int, separate: bool) -> None:
-    """A hundred samples of ten tokens an epoch, and one token more: 79 of a further epoch stand apart, 80 do not."""
-    assert plan_epochs(1001, samples, 10).separate_final is separate
+    """A hundred samples of ten tokens an epoch, and none across its end: 79 of a further epoch stand apart, 80 do not."""
+    assert plan_epochs(1000, samples, 10, 0).separate_final is separate
 
 
 def test_a_separate_final_epoch_stays_behind_the_others() -> None:
-    epochs = plan_epochs(101, 15, 10)
+    epochs = plan_epochs(100, 15, 10, 0)
     index = build_shuffle_index(20, epochs, np.random.RandomState(3))
     assert (epochs.separate_final, set(index[:10]), set(index[10:])) == (True, set(range(10)), set(range(10, 20)))
 
@@ -276,7 +299,11 @@ def test_tokens_that_changed_at_equal_size_change_the_identity(prefix: Path) -> 
     assert dataset(prefix).identity() != before
 
 
-@pytest.mark.parametrize("change", [{"seed": 2}, {"sequence_length": 9}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 2}, {"sequence_length": 9}, {"add_extra_token_to_sequence": False}, {"drop_last_partial_validation_sequence": False}],
+    ids=str,
+)
 def test_each_setting_that_moves_samples_changes_the_identity(prefix: Path, change: dict[str, Any]) -> None:
     assert dataset(prefix, split="valid", **change).identity() != dataset(prefix, split="valid").identity()
 
