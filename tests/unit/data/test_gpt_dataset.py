@@ -25,7 +25,8 @@ from domino_lm.data.indices import (
     sample_index_dtype,
     shuffle_index_dtype,
 )
-from domino_lm.data.loader import Batches, SequentialSampler
+from domino_lm.data.loader import Batches
+from domino_lm.data.samplers import SequentialSampler
 from domino_lm.data.splits import DataSources, Splits, build_splits
 
 EOD = 0
