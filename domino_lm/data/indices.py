@@ -84,11 +84,11 @@ def build_sample_index(lengths: Array, document_index: Array, sequence_length: i
     """Where each sample begins, and where the last one ends: [samples + 1, 2] of (position in document index, offset).
 
     Sample k reads ``sequence_length + extra`` tokens from row k on; row k + 1 lies ``extra`` tokens before its end. A row
-    names the sequence that holds the last token read, never the start of the one behind it.
+    names the sequence that holds the last token read, never the start of the one behind it; where documents run out before
+    the last sample is full, it names the last sequence.
     """
-    lengths = np.require(
-        lengths, requirements="A"
-    )  # in a mapped file they stand between bytes, and gathering them takes three times as long
+    # In a mapped file they stand between bytes, and gathering them takes three times as long.
+    lengths = np.require(lengths, requirements="A")
     index = np.zeros((samples + 1, 2), sample_index_dtype(len(document_index), int(lengths.max(initial=0))))
     before, row = 0, 1
     for start in range(0, len(document_index), CHUNK):
@@ -103,6 +103,8 @@ def build_sample_index(lengths: Array, document_index: Array, sequence_length: i
         positions = np.searchsorted(ends, stops, side="left")
         index[row:stop_row, 0] = positions + start
         index[row:stop_row, 1] = stops - extra - (ends[positions] - chunk_lengths[positions])
+        if last and samples * sequence_length + extra > ends[-1] and chunk_lengths[-1] >= extra:
+            index[-1] = len(document_index) - 1, chunk_lengths[-1] - extra  # documents have run out, empty ones at the end too
         before, row = int(ends[-1]), max(row, stop_row)
     return index
 

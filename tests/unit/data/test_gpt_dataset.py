@@ -165,6 +165,24 @@ def test_sample_index_cuts_the_stream_every_sequence_length_tokens(
     assert flat[samples] == min(samples * sequence_length, total - extra)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "extra", "last"),
+    [([5, 4, 0, 0], 0, (3, 0)), ([5, 3, 0, 0], 0, (1, 3)), ([5, 4, 2], 0, (2, 2)), ([5, 4, 1], 1, (2, 0))],
+    ids=["empty documents end it", "full before the empty ones", "short", "with one token more"],
+)
+def test_where_documents_run_out_the_last_row_names_the_last_one(lengths: list[int], extra: int, last: tuple[int, int]) -> None:
+    """Megatron's walk ends there; a last sample that is full ends at its own last token."""
+    samples = count_samples(sum(lengths), 4, extra, drop_last=False)
+    index = build_sample_index(np.array(lengths), np.arange(len(lengths)), 4, samples, extra)
+    assert tuple(index[-1]) == last
+
+
+def test_a_padded_sample_that_empty_documents_end_is_read(tmp_path: Path) -> None:
+    kept = {"add_extra_token_to_sequence": False, "drop_last_partial_validation_sequence": False}
+    data = dataset(write(tmp_path / "data", [5, 4, 0, 0]), split="valid", sequence_length=4, **kept)
+    assert sorted(sample["loss_mask"].sum() for sample in map(data.__getitem__, range(3))) == [0, 3, 3]
+
+
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), extra=st.booleans(), num_samples=st.none() | st.integers(1, 60))
 def test_samples_are_slices_of_the_shuffled_stream(
