@@ -52,8 +52,10 @@ class FitResult:
     reason: str
     """finished, SIGTERM, exit-interval, exit-samples or exit-duration-in-mins."""
 
-    first_loss: float
-    """Of the first step that ran here, before it changed a weight; nan if none ran."""
+    first_loss: float | None
+    """Of the first step that ran here, before it changed a weight; None if none ran."""
+
+    last_loss: float | None
 
     tokens_per_s: float
     """Over all ranks, without evaluations, saving and the first step; 0 if there was no second step."""
@@ -62,8 +64,10 @@ class FitResult:
     """Time that rank 0 waited for data in a step, the first one left out."""
 
     def __str__(self) -> str:
+        if self.first_loss is None or self.last_loss is None:
+            return f"nothing was trained: the run had ended before, at iteration {self.iteration}; a larger --train-iters or --train-samples goes on"
         return (
-            f"training ended: {self.reason} at iteration {self.iteration}, first loss {self.first_loss:.4f}, "
+            f"training ended: {self.reason} at iteration {self.iteration}, first loss {self.first_loss:.4f}, last {self.last_loss:.4f}, "
             f"{self.tokens_per_s:,.0f} tokens/s, {self.data_ms_per_step:.1f} ms of a step waiting for data"
         )
 
@@ -122,7 +126,7 @@ class Trainer:
         self._skipped = SkippedSteps(run.training, self.loss_scale)
         self._saved_at: int | None = None
         self._data_record: DataRecord | None = None
-        self._evaluated: dict[str, tuple[int, float]] = {}
+        self._evaluated: dict[str, int] = {}
 
     def fit(self) -> FitResult:
         """Train to the end of the run, or until an exit is asked for; the last state is saved, once.
@@ -167,7 +171,7 @@ class Trainer:
             self.console = console
         rate = watch.rate
         tokens_per_s = rate.sequences_per_s * self.run.model.seq_length
-        return FitResult(self.iteration, reason, rate.first_loss, tokens_per_s, rate.data_s_per_step * 1e3)
+        return FitResult(self.iteration, reason, rate.first_loss, rate.last_loss, tokens_per_s, rate.data_s_per_step * 1e3)
 
     def step(self, batches: MicroBatches, asked: Asked | None = None, recorder: AnyRecorder | None = None) -> tuple[StepReport, Asked]:
         """One optimizer step over a global batch; gives too what any rank has ``asked``. ``recorder`` collects its timeline."""
@@ -389,9 +393,10 @@ class Trainer:
         datasets = self.data.evaluated(split)
         for number, dataset in enumerate(datasets):
             suffix = f"-{number}" if len(datasets) > 1 else ""
-            key = split + suffix
-            if self._evaluated.get(key, (None,))[0] != self.iteration:
-                self._evaluated[key] = (self.iteration, self.evaluate(dataset))
-                watch.validation(self.iteration, self.consumed_samples, self._evaluated[key][1], split, suffix)
+            if self._evaluated.get(split + suffix) == self.iteration:
+                continue
+            self._evaluated[split + suffix] = self.iteration
+            loss = self.evaluate(dataset)
+            watch.validation(self.iteration, self.consumed_samples, loss, split, suffix)
             name = {"valid": "validation", "test": "test"}[split] + suffix if at_end or suffix else None
-            self.console(validation_line(self.iteration, self._evaluated[key][1], name))
+            self.console(validation_line(self.iteration, loss, name))

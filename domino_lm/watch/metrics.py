@@ -151,10 +151,11 @@ class LogInterval:
 
 
 class RunRate:
-    """First loss and speed of a run; its first step is start-up and does not count."""
+    """First and last loss, and speed of a run; its first step is start-up and does not count."""
 
     def __init__(self) -> None:
-        self.first_loss = math.nan
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
         self._steps = -1
         self._seconds = 0.0
         self._sequences = 0
@@ -163,6 +164,7 @@ class RunRate:
     def add(self, report: StepReport) -> None:
         """Count one step."""
         self._steps += 1
+        self.last_loss = report.loss
         if self._steps == 0:
             self.first_loss = report.loss
         else:

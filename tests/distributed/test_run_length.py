@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,15 @@ def fit_by_samples(mesh: ParallelMesh, tokens: Path) -> FitResult:
     run = configure(tokens, f"{QUIET} --lr-warmup-iters 0")
     trainer = build_trainer(replace(run, training=replace(run.training, train_iters=None, train_samples=30)), mesh)
     return trainer.fit()
+
+
+def test_a_finished_run_that_is_started_again_says_that_nothing_was_left(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
+    first, again = ranks(1).run(fit, tokens, *[f"{QUIET} --save {tmp_path} --load {tmp_path} --log-interval 100"] * 2)[0]
+    assert re.search(r"finished at iteration 8, first loss \d\.\d{4}, last \d\.\d{4}, ", str(first))
+    assert first.last_loss is not None
+    assert first.first_loss is not None
+    assert first.last_loss < first.first_loss
+    assert str(again) == "nothing was trained: the run had ended before, at iteration 8; a larger --train-iters or --train-samples goes on"
 
 
 @pytest.mark.parametrize(
