@@ -35,10 +35,11 @@ from benchmarks.gpu_correctness import correctness
 from benchmarks.gpu_slice import Case, Slice, Timing, in_turn, predicted_bytes, predicted_s, synchronize
 from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.settings import ConfigError
+from domino_lm.model.families.lookup import family_of
 from domino_lm.schedule.ops import TP_LINK, Kind
 from domino_lm.schedule.recorder import Recorder
 from domino_lm.schedule.timeline import Timeline
-from domino_lm.simulate.predict import BASELINE, SCHEDULES, flops_per_token
+from domino_lm.simulate.predict import BASELINE, SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -64,7 +65,7 @@ def mfu(bench: Bench, deadline_s: float) -> Iterator[Row]:
                 release(bench.device)
                 one = Slice(case, stack, SCHEDULES[name])
                 timing = in_turn({name: one}, bench.rounds, deadline_s=deadline_s)[name]
-                flops = flops_per_token(case.model) * case.tokens
+                flops = family_of(case.model).flops_per_token() * case.tokens
                 peak = bench.hardware.device.peak_flops
                 text = (
                     f"{timing.step_s * 1e3:.2f} ms, {case.tokens / timing.step_s:,.0f} tokens/s, {flops / timing.step_s / 1e12:.2f} TFLOP/s"

@@ -14,15 +14,15 @@ from benchmarks.emulated_link import EmulatedCommunicator, FreeLink, Link
 from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
+from domino_lm.model.families.lookup import family_of
 from domino_lm.model.kernels.backends import choose_kernels, install_kernels
 from domino_lm.model.parameter import Parameter, ParameterFactory, ParameterSpec
-from domino_lm.model.stack import Stack, stack_of
+from domino_lm.model.stack import Stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.cuts import resolve_cut
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.graphs import build_executor
-from domino_lm.schedule.ops import transformer_chain
 from domino_lm.schedule.passes import serialize
 from domino_lm.schedule.plan import Plan
 from domino_lm.schedule.prepare import prepare_plan
@@ -79,7 +79,7 @@ class Case:
 
     def stack(self) -> Stack:
         """The rank's weights."""
-        return stack_of(self.model, DeviceFactory(self.communicator(), 1, self.dtype, self.device))
+        return family_of(self.model).stack(DeviceFactory(self.communicator(), 1, self.dtype, self.device))
 
     def batch(self) -> MicroBatch:
         """Random tokens."""
@@ -159,7 +159,7 @@ def in_turn(slices: Mapping[str, Slice], rounds: int, warmups: int = 3, deadline
 
 def plan_of(case: Case, schedule: ScheduleConfig) -> Plan:
     """Forward and backward of a micro-batch."""
-    return compute_plan(transformer_chain(case.model.num_layers), schedule, resolve_cut(schedule, case.setting.uncut))
+    return compute_plan(family_of(case.model).chain, schedule, resolve_cut(schedule, case.setting.uncut))
 
 
 def predicted_s(case: Case, schedule: ScheduleConfig, free: Sequence[str] = (), *, serial: bool = False) -> float:

@@ -34,7 +34,8 @@ from benchmarks.gang import Gang, GangError  # noqa: E402
 from benchmarks.peers import REQUIREMENTS, PeerError, install_peers  # noqa: E402
 from benchmarks.report import draw, markdown  # noqa: E402
 from benchmarks.shaped_network import LARGEST_MTU, Link, NetworkError, ShapedNetwork, bus_bandwidth  # noqa: E402
-from domino_lm.launch.checks import check_model  # noqa: E402
+from domino_lm.config.settings import refuse  # noqa: E402
+from domino_lm.model.families.lookup import family_of  # noqa: E402
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser().parse_args(arguments)
     try:
         model = model_of(chosen.family, hidden=chosen.hidden, layers=chosen.layers, seq=chosen.seq, vocab=chosen.vocab)
-        check_model(model, chosen.tp)
+        refuse(list(family_of(model).faults(chosen.tp)))
         case = Case(chosen.family, model, chosen.tp, chosen.dp, chosen.micro_batch_size, chosen.micro_batches)
         wanted = wanted_variants(case, chosen.programs, chosen.variants)
         if any(program != OURS for program in wanted):

@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.case import OUR_VARIANTS, OURS, Case, Variant, model_of, variants_of
 from benchmarks.shaped_network import Link, NetworkError, ShapedNetwork
+from domino_lm.model.families.lookup import family_of
 from domino_lm.schedule.cuts import resolve_cut
-from domino_lm.schedule.ops import DP_LINK, TP_LINK, transformer_chain
+from domino_lm.schedule.ops import DP_LINK, TP_LINK
 from domino_lm.schedule.passes import serialize, step_templates
 from domino_lm.schedule.step import compute_plan
 from domino_lm.simulate.costs import shapes_of
@@ -61,7 +62,7 @@ def predict_variant(case: Case, variant: Variant, hardware: Hardware) -> Predict
         micro_batch_size=case.micro_batch_size,
         micro_batches=case.micro_batches,
     )
-    plan = compute_plan(transformer_chain(case.model.num_layers), variant.schedule, resolve_cut(variant.schedule, setting.uncut))
+    plan = compute_plan(family_of(case.model).chain, variant.schedule, resolve_cut(variant.schedule, setting.uncut))
     plan = serialize(plan) if variant.serial else plan
     free: Collection[str] = () if variant.communicates else (TP_LINK, DP_LINK)
     shapes = shapes_of(case.model, plan, case.tensor_parallel, hardware, case.micro_batch_size)

@@ -17,8 +17,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from domino_lm.config.settings import ModelConfig, ScheduleConfig
+from domino_lm.model.families.lookup import family_of
 from domino_lm.schedule.cuts import resolve_cut
-from domino_lm.schedule.ops import COMPUTE, TP_LINK, Kind, transformer_chain
+from domino_lm.schedule.ops import COMPUTE, TP_LINK, Kind
 from domino_lm.schedule.step import compute_plan
 from domino_lm.simulate.costs import shapes_of
 from domino_lm.simulate.hardware import HARDWARE, Hardware
@@ -156,7 +157,7 @@ def fully_sharded(model: ModelConfig, gpus: int, sequences: int) -> str:
     if sequences < gpus:
         return "fewer sequences than GPUs"
     setting = Setting(model=model, hardware=H100, tensor_parallel=1, data_parallel=gpus, micro_batches=sequences // gpus)
-    plan = compute_plan(transformer_chain(model.num_layers), BASELINE, resolve_cut(BASELINE, setting.uncut))
+    plan = compute_plan(family_of(model).chain, BASELINE, resolve_cut(BASELINE, setting.uncut))
     shapes = shapes_of(setting.model, plan, 1, setting.hardware, 1)
     step = simulate(plan, shapes, setting.hardware)
     group = Group(setting.devices, min(setting.devices, 8))

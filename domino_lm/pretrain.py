@@ -138,9 +138,9 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
 def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = ()) -> Trainer:
     """Tokenizer, data, model and trainer, resumed if ``--load`` says so; rank 0 prints what was built."""
     from domino_lm.launch.auto_schedule import settle_schedule
+    from domino_lm.model.build import build_stack
     from domino_lm.model.kernels.backends import choose_kernels, install_kernels
     from domino_lm.model.parameter import dtype_of
-    from domino_lm.model.stack import build_stack
     from domino_lm.training.trainer import Trainer
 
     folder = run.checkpoint.save

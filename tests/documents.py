@@ -29,6 +29,7 @@ _COMMAND = re.compile(
 _DOCUMENTS = "distributed/test_documents.py::test_"
 _COMMANDS = "distributed/test_document_commands.py::test_"
 RUN_BY = {
+    r"\$(MODEL|RUN)\b|^TWO=|parallel_blocks": "distributed/test_any_transformer.py::test_the_page_runs_as_it_is_typed",
     r"^make$": f"{_COMMANDS}make_alone_lists_every_target",
     r"^make (check|format)": f"{_COMMANDS}make_format_mends_what_make_check_refuses",
     r"^make test PYTEST": f"{_COMMANDS}make_test_runs_what_is_asked_for",
@@ -90,8 +91,9 @@ def typed(document: str) -> list[str]:
 
 
 def commands(program: str) -> list[tuple[str, str]]:
-    """Every command of the code blocks that runs ``program``, as its document and what follows the program."""
-    return [(document, line.split(program, 1)[1]) for document in DOCUMENTS for line in blocks(document) if program in line]
+    """Every command of the code blocks that runs ``program`` and holds no variable, as its document and what follows the program."""
+    lines = [(document, line) for document in DOCUMENTS for line in blocks(document) if "$" not in line]
+    return [(document, line.split(program, 1)[1]) for document, line in lines if program in line]
 
 
 def run_by(command: str) -> str | None:

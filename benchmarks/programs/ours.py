@@ -15,7 +15,7 @@ from benchmarks.case import OUR_VARIANTS, Case
 from benchmarks.programs.rank import Program, serve, weight_file
 from domino_lm.config.settings import ScheduleConfig
 from domino_lm.model.batch import MicroBatch
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.parallel.collectives import Communicator, Pending
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.binding import BoundOp

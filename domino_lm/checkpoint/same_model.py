@@ -12,8 +12,8 @@ from domino_lm.checkpoint.megatron_distributed import read_common
 from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint
 from domino_lm.checkpoint.megatron_state import read_model
 from domino_lm.checkpoint.source import read_native_record
-from domino_lm.config.canonical import RESOLVED, without_redundant_settings
 from domino_lm.config.settings import ConfigError, ModelConfig
+from domino_lm.model.canonical import RESOLVED, without_redundant_settings
 
 LEFT_OPEN_TO_RESUME = {
     "attention_dropout",

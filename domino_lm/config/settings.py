@@ -34,7 +34,10 @@ def refuse(faults: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and arithmetic of a GPT or LLaMA model."""
+    """Shape and arithmetic of the model."""
+
+    model: str | None = None
+    """A model of your own, as module:Class (docs/any-transformer.md); None takes the GPT or LLaMA that the other settings describe."""
 
     num_layers: PositiveInt
     """Transformer layers."""

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
 from domino_lm.config.schema import settings
-from domino_lm.config.settings import ModelConfig, RunConfig, refuse
+from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig, refuse
 from domino_lm.data.gpt_dataset import parse_split
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import sources_of
+from domino_lm.model.families.lookup import family_of
+from domino_lm.model.family import divisors, either
 from domino_lm.schedule.cuts import Uncut, cut_faults
 
 MOMENT_STEP = 2**-5
@@ -25,7 +27,7 @@ def run_faults(run: RunConfig, world_size: int) -> list[str]:
     """Every fault of ``run`` on ``world_size`` ranks, one line each: flags, values and the way out."""
     return list(_number_faults(run)) or [
         *_layout_faults(run, world_size),
-        *_model_faults(run.model, run.parallel.tensor_model_parallel_size),
+        *_model_faults(run),
         *_schedule_faults(run),
         *_kernel_faults(run),
         *_precision_faults(run),
@@ -36,14 +38,9 @@ def run_faults(run: RunConfig, world_size: int) -> list[str]:
     ]
 
 
-def check_model(model: ModelConfig, tp: int) -> None:
-    """Raise ConfigError naming every width of ``model`` that ``tp`` tensor-parallel ranks cannot share."""
-    refuse(list(_model_faults(model, tp)))
-
-
 def can_shard(model: ModelConfig, tp: int) -> bool:
     """Whether ``tp`` tensor-parallel ranks can share every width of ``model``."""
-    return not any(_model_faults(model, tp))
+    return not any(family_of(model).faults(tp))
 
 
 def widest_tensor_parallel(run: RunConfig, ranks: int) -> int:
@@ -66,47 +63,26 @@ def _layout_faults(run: RunConfig, world_size: int) -> Iterator[str]:
     if world_size % tp:
         yield (
             f"--tensor-model-parallel-size {tp} does not divide the {world_size} ranks that were started; "
-            f"use {_either(_divisors(world_size))}, or start a multiple of {tp} ranks."
+            f"use {either(divisors(world_size))}, or start a multiple of {tp} ranks."
         )
         return
     micro, batch = run.training.micro_batch_size, run.training.global_batch_size
     replicas = data_parallel_size(run, world_size)
     if batch is not None and batch % (micro * replicas):
         step = micro * replicas
-        nearest = _either(sorted({max(step, batch // step * step), -(-batch // step) * step}))
+        nearest = either(sorted({max(step, batch // step * step), -(-batch // step) * step}))
         yield (
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x data-parallel size {replicas} = {step}; "
             f"use {nearest}."
         )
 
 
-def _model_faults(model: ModelConfig, tp: int) -> Iterator[str]:
-    """Widths that do not divide among heads or ranks."""
-    heads, groups, split = model.num_attention_heads, model.query_groups, f"--tensor-model-parallel-size {tp}"
-    if model.kv_channels is None and model.hidden_size % heads:
-        yield f"--hidden-size {model.hidden_size} does not divide into --num-attention-heads {heads}; change one, or give --kv-channels."
-    if heads % tp:
-        yield f"{split} does not divide --num-attention-heads {heads}; use a size of {_either(_divisors(heads))}."
-    if not model.group_query_attention and model.num_query_groups not in (1, heads):
-        yield f"--num-query-groups {groups} needs --group-query-attention; add it."
-    if heads % groups:
-        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use {_either(_divisors(heads))}."
-    elif groups % tp and heads % tp == 0:
-        yield f"{split} does not divide --num-query-groups {groups}; use a size of {_either(_divisors(groups))}."
-    if model.ffn_width < 1:
-        yield f"--hidden-size {model.hidden_size} with --swiglu gives an MLP of width 0; give --ffn-hidden-size."
-    elif model.ffn_width % tp:
-        yield f"{split} does not divide the MLP width {model.ffn_width}; give --ffn-hidden-size a multiple of {tp}."
-    if model.use_rope_scaling and model.position_embedding_type != "rope":
-        yield "--use-rope-scaling scales RoPE's frequencies; give --position-embedding-type rope, or leave it out."
-    if model.position_embedding_type == "rope":
-        if model.head_width % 2:
-            yield f"--position-embedding-type rope turns channels in pairs, but a head has {model.head_width}; use an even --kv-channels."
-    elif model.seq_length > model.position_rows:
-        yield (
-            f"--seq-length {model.seq_length} is longer than the position table of --max-position-embeddings {model.position_rows}; "
-            f"use at least {model.seq_length}."
-        )
+def _model_faults(run: RunConfig) -> Iterator[str]:
+    """A model that is not to be found, and what its family says of its widths."""
+    try:
+        yield from family_of(run.model).faults(run.parallel.tensor_model_parallel_size)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _schedule_faults(run: RunConfig) -> Iterator[str]:
@@ -313,11 +289,3 @@ def _checkpoint_faults(run: RunConfig) -> Iterator[str]:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _either(values: list[int]) -> str:
-    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))

@@ -11,8 +11,9 @@ from itertools import chain
 
 from domino_lm.config.batch_plan import BatchPlan, data_parallel_size
 from domino_lm.config.schema import flat_values, settings
-from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
+from domino_lm.config.settings import RunConfig, ScheduleConfig
 from domino_lm.launch.file_checks import known_machine
+from domino_lm.model.families.lookup import family_of
 from domino_lm.schedule.cuts import Uncut, resolve_cut, resolved_schedule
 from domino_lm.schedule.passes import step_templates
 from domino_lm.schedule.plan import Plan
@@ -48,36 +49,25 @@ class RunSummary:
 
     def __str__(self) -> str:
         rows = [
-            ("model", self.model()),
+            ("model", family_of(self.run.model).describe()),
             ("", self.parameters()),
             ("layout", self.layout()),
             ("step", self.step()),
             ("length", self.length()),
             ("data", self.data),
-            ("schedule", self.schedule()),
+            ("schedule", schedule_reason(self.run)),
             ("memory", self.memory()),
             *(("on" if not index else "", text) for index, text in enumerate(switched_on(self.run, self.world_size))),
             *(("ignored" if not i else "", text) for i, text in enumerate([*self.ignored, *without_effect(self.run, self.world_size)])),
         ]
         return "\n".join(f"{name:10}{text}" for name, text in rows if text)
 
-    def model(self) -> str:
-        """Shape and arithmetic."""
-        model = self.run.model
-        kind = f"{model.normalization}, {'SwiGLU' if model.swiglu else 'GELU'} of width {model.ffn_width}"
-        heads = f"{model.num_attention_heads} heads of {model.head_width}, {model.query_groups} query groups"
-        tied = "" if model.untie_embeddings_and_output_weights else ", output tied to the embedding"
-        return (
-            f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {kind}, {model.position_embedding_type} positions, "
-            f"vocabulary {model.vocab_size}{tied}"
-        )
-
     def parameters(self) -> str:
         """True parameters of the whole model, and what one rank holds of them, vocabulary padding included."""
         tp = self.run.parallel.tensor_model_parallel_size
         held = sum(part.parameters for part in model_parts(self.run.model, tp, _eager(self.device)))
         precision = self.run.precision.params_dtype
-        return f"{parameter_count(self.run.model):,} parameters, {held:,} on each rank, {precision} on {self.device}"
+        return f"{family_of(self.run.model).parameter_count():,} parameters, {held:,} on each rank, {precision} on {self.device}"
 
     def layout(self) -> str:
         """Ranks and how they share the work."""
@@ -100,20 +90,11 @@ class RunSummary:
         batches = BatchPlan.of(self.run, self.world_size)
         return f"{batches.iterations:,} steps, {batches.samples:,} samples, {batches.samples * self.run.model.seq_length:,} tokens"
 
-    def schedule(self) -> str:
-        """Which schedule runs, and why."""
-        return schedule_reason(self.run)
-
     def memory(self) -> str:
         """Estimate of one rank, by kind."""
         found = memory_estimate(self.run, self.world_size, self.device)
         kinds = ", ".join(f"{kind} {_size(getattr(found, kind))}" for kind in ("weights", "gradients", "optimizer", "activations"))
         return f"{_size(found.total)} per rank by estimate: {kinds}; the allocator and the libraries take more on top"
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the unsharded model, vocabulary padding left out."""
-    return sum(part.parameters for part in model_parts(replace(model, make_vocab_size_divisible_by=1), 1, _eager("cpu")))
 
 
 def memory_estimate(run: RunConfig, world_size: int, device: str) -> Memory:
@@ -154,8 +135,8 @@ def foreseen_schedule(run: RunConfig, world_size: int) -> tuple[RunConfig, str]:
     limit = hardware.device.memory_bytes / world_size if hardware.host_blocks else hardware.device.memory_bytes
     choice = choose(Setting.of(run, world_size, hardware), run.schedule, limit)
     basis = f"as {given} says" if known else f"assumed to be {ASSUMED_MACHINE}, since nothing is measured yet; the run itself decides"
-    told = f"what auto would choose on {hardware.name} ({basis}; activations of {hardware.element_bytes} bytes):\n{choice}"
-    return replace(run, schedule=choice.chosen.schedule), told
+    table = f"what auto would choose on {hardware.name} ({basis}; activations of {hardware.element_bytes} bytes):\n{choice}"
+    return replace(run, schedule=choice.chosen.schedule), table
 
 
 def schedule_reason(run: RunConfig) -> str:
@@ -193,7 +174,7 @@ def switched_on(run: RunConfig, world_size: int) -> Iterator[str]:
     if replicas > 1:
         yield f"data-parallel reduction {'behind backward' if schedule.overlap_grad_reduce else 'after backward'}"
         yield from _shared_out(schedule, replicas)
-    if run.model.attention_dropout > 0:
+    if any(part.explicit_heads for part in family_of(run.model).chain):
         yield f"attention dropout {run.model.attention_dropout:g}: attention is spelled out, which is slower than the fused kernel"
     if run.data.reset_attention_mask:
         yield "attention ends at document ends: masks are materialised, which is slower"
@@ -223,8 +204,7 @@ def _formats(run: RunConfig) -> Iterator[str]:
 
 def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that differ from their defaults and change nothing in this run, with the reason."""
-    model, tp, replicas = run.model, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
-    rope, constant = model.position_embedding_type == "rope", run.optimizer.lr_decay_style == "constant"
+    tp, replicas = run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
     dynamic, checked = run.precision.dynamic_loss_scale, run.training.check_for_nan_in_loss_and_grad
     evaluates, logs = run.training.eval_interval, run.logging
     idle = (
@@ -232,10 +212,8 @@ def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
         ("domino_pair", tp == 1, "one tensor-parallel rank has no all-reduce to hide"),
         ("ddp_bucket_size overlap_grad_reduce", replicas == 1, "a single replica reduces nothing"),
         (SHARES, replicas == 1, "a single replica has nobody to share with"),
-        ("rotary_base", not rope, "positions are learned"),
-        ("max_position_embeddings", rope, "RoPE has no table of positions"),
-        ("bias_gelu_fusion", model.swiglu, "--swiglu has no GELU"),
-        ("min_lr lr_decay_iters lr_decay_samples", constant, "--lr-decay-style constant keeps the rate"),
+        *((name, True, why) for name, why in family_of(run.model).unread().items()),
+        ("min_lr lr_decay_iters lr_decay_samples", run.optimizer.lr_decay_style == "constant", "--lr-decay-style constant keeps the rate"),
         ("eval_iters full_validation multiple_validation_sets", not evaluates, "--eval-interval 0 evaluates nothing"),
         ("timeline_iteration", logs.timeline is None, "--timeline names no file"),
         ("tensorboard_log_interval", logs.tensorboard_dir is None, "--tensorboard-dir names no folder"),

@@ -11,7 +11,7 @@ from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline, whole_file
 
 MILLISECONDS = 1e3
 LANES = (COMPUTE, TP_LINK, DP_LINK)
-PARTS_PER_LAYER = 4
+ENLARGED_PARTS = 4
 PHASE_NAMES = {"F": "forward", "B": "backward", "S": "step"}
 PHASE_SHADES = {"F": "#eef4fb", "B": "#fdf3e7", "S": "#eeeeee"}
 # For each row a dark colour (backward) and a light one (forward), told apart by the colour-blind too.
@@ -26,7 +26,7 @@ class MissingMatplotlibError(ImportError):
 
 
 def draw(timeline: Timeline, path: Path | str) -> None:
-    """Write the timeline as a PNG: the whole step above, one layer's forward and backward enlarged below.
+    """Write the timeline as a PNG: the whole step above, forward and backward of a few parts enlarged below.
 
     The file appears whole or not at all. Raises MissingMatplotlibError.
     """
@@ -66,15 +66,14 @@ def _heading(timeline: Timeline) -> str:
 
 
 def _zooms(timeline: Timeline) -> Iterable[tuple[str, float, float, str]]:
-    """Phase, start, end and title of the middle layer in the last micro-batch, forward and backward."""
+    """Phase, start, end and title of two norms and two sharded parts amid the chain in the last micro-batch, forward and backward."""
     last = timeline.micro_batches()[-1] if timeline.spans else []
-    layers = max((span.op.part for span in last if span.op.phase != "S"), default=0) // PARTS_PER_LAYER
-    layer = layers // 2
-    parts = range(PARTS_PER_LAYER * layer + 1, PARTS_PER_LAYER * layer + 1 + PARTS_PER_LAYER)
+    windows = max((span.op.part for span in last if span.op.phase != "S"), default=0) // ENLARGED_PARTS
+    first = windows // 2 * ENLARGED_PARTS + 1
     for phase in "FB":
-        inside = [span for span in last if span.op.phase == phase and span.op.part in parts]
-        if layers and inside:
-            yield phase, inside[0].start_s, inside[-1].end_s, f"layer {layer}, {PHASE_NAMES[phase]} (parts {parts[0]} to {parts[-1]})"
+        inside = [span for span in last if span.op.phase == phase and first <= span.op.part < first + ENLARGED_PARTS]
+        if windows and inside:
+            yield phase, inside[0].start_s, inside[-1].end_s, f"{PHASE_NAMES[phase]} of parts {first} to {first + ENLARGED_PARTS - 1}"
 
 
 def _panel(axes: Any, timeline: Timeline, start_s: float, end_s: float, title: str, labels: bool = False) -> None:

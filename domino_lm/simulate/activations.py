@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from domino_lm.model.shapes import FP32_BYTES, PartShape
 from domino_lm.schedule.collectives import STATISTICS_BYTES
 from domino_lm.schedule.ops import Flow, Kind, Op, Value, dataflow
-from domino_lm.simulate.costs import FP32_BYTES, PartShape, Shapes
+from domino_lm.simulate.costs import Shapes
 
 SCORES_AT_WORK = 2
 """Further tensors of all scores that spelled-out attention has in hand at once, in either direction."""
@@ -93,7 +94,7 @@ def context_change(op: Op, shapes: Shapes) -> float:
         return 0.0
     part, slicing = shapes.parts[op.part], shapes.slicing
     if not slicing.chain[op.part].sharded:
-        return part.graph_per_token * shapes.rows[op.row].tokens / shapes.replicas_share
+        return part.autograd_bytes_per_token * shapes.rows[op.row].tokens / shapes.replicas_share
     if not part.mid:
         return 0.0
     first, graph = _first_bytes(part, op.row, shapes), _graph_bytes(part, op.row, shapes)
@@ -104,7 +105,7 @@ def context_change(op: Op, shapes: Shapes) -> float:
 
 
 def workspace_bytes(op: Op, shapes: Shapes) -> float:
-    """What an op takes beyond what was alive before it, where that is more than what it leaves: gradients on their way through a core."""
+    """Memory that an op takes beside what was alive before it, if it exceeds what the op leaves: gradients on their way through a core."""
     if op.phase == "S" or op.kind not in (Kind.BODY, Kind.RECOMPUTE, Kind.LOSS):
         return 0.0
     part, row, size = shapes.parts[op.part], shapes.rows[op.row], shapes.element_bytes
@@ -122,7 +123,7 @@ def _saved_bytes(position: int, part: PartShape, row: int, shapes: Shapes) -> fl
     if not slicing.chain[position].sharded:
         unit = part.hidden * shapes.element_bytes
         again = position + 1 in slicing.recompute_full
-        kept = unit + part.kept_per_token + (0 if again else unit * slicing.sequence_parallel + part.graph_per_token)
+        kept = unit + part.kept_per_token + (0 if again else unit * slicing.sequence_parallel + part.autograd_bytes_per_token)
         return kept * tokens / shapes.replicas_share
     if position in slicing.recompute_full:
         return 0.0
@@ -151,4 +152,4 @@ def _graph_bytes(part: PartShape, row: int, shapes: Shapes) -> float:
     was kept of each score."""
     scores = part.explicit_heads * shapes.rows[row].square
     size = shapes.element_bytes
-    return part.graph_per_token * shapes.rows[row].tokens + scores * (max(size, FP32_BYTES) + size + 1)
+    return part.autograd_bytes_per_token * shapes.rows[row].tokens + scores * (max(size, FP32_BYTES) + size + 1)

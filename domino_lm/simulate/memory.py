@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from domino_lm.model.shapes import MAIN_GRAD_BYTES
 from domino_lm.schedule.ops import Kind, Op, writes_gradient
 from domino_lm.simulate.activations import peak_activations
-from domino_lm.simulate.costs import MAIN_GRAD_BYTES, Shapes
+from domino_lm.simulate.costs import Shapes
 
 OPTIMIZER_BYTES = 8
-"""AdamW's two moments, fp32; a master weight of 4 comes on top where weights are narrower."""
+"""AdamW's two moments, fp32; a master weight of 4 comes on top if weights are narrower."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def memory_of(ops: Iterable[Op], shapes: Shapes, *, gradient_bytes: int = MAIN_G
 
     Where the plan shares them out, a rank keeps 1 / data-parallel size of the optimizer's state, and of gradients in fp32.
     A gradient takes ``gradient_bytes``, what the optimizer keeps of a weight ``optimizer_bytes``: by default fp32 moments, and a
-    master weight where weights are narrower.
+    master weight if weights are narrower.
     """
     parameters, size = shapes.parameters, shapes.element_bytes
     if optimizer_bytes is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -11,8 +11,10 @@ from typing import Any
 from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
 from domino_lm.config.presets import PRESETS
 from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
+from domino_lm.model.families.lookup import family_of
+from domino_lm.model.shapes import PartShape
 from domino_lm.schedule.cuts import Uncut, cut_faults, resolve_cut
-from domino_lm.schedule.ops import TP_LINK, transformer_chain
+from domino_lm.schedule.ops import TP_LINK
 from domino_lm.schedule.passes import serialize, steady_state, step_templates
 from domino_lm.schedule.plan import Plan
 from domino_lm.schedule.step import Gradient, step_plan
@@ -150,8 +152,8 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs (see `flops_per_token`) over the device's dense peak."""
-        return self.tokens_per_s_per_device * flops_per_token(self.setting.model) / self.setting.hardware.device.peak_flops
+        """Model FLOPs (see `Family.flops_per_token`) over the device's dense peak."""
+        return self.tokens_per_s_per_device * family_of(self.setting.model).flops_per_token() / self.setting.hardware.device.peak_flops
 
     def exposed_s(self, phase: str) -> float:
         """Time of the step that compute stood waiting for a link in ``phase``."""
@@ -180,14 +182,22 @@ def planned(setting: Setting, schedule: ScheduleConfig, *, serial: bool = False)
 
     With ``serial`` each tensor-parallel collective is waited for where it starts. Raises ConfigError if it cannot be cut so.
     """
-    model, parts = setting.model, transformer_chain(setting.model.num_layers)
-    sizes = [part.parameters for part in model_parts(model, setting.tensor_parallel, setting.hardware)]
-    gradients = [Gradient(frozenset({part}), size, parts[part].sharded) for part, size in enumerate(sizes) if size]
-    if not sizes[-1]:  # the head writes into the embedding's table
-        gradients[0] = gradients[0]._replace(parts=frozenset({0, len(parts) - 1}))
+    parts = model_parts(setting.model, setting.tensor_parallel, setting.hardware)
+    gradients = list(_gradients(parts, setting.tensor_parallel))
     plan, _ = step_plan(parts, schedule, resolve_cut(schedule, setting.uncut), gradients, setting.data_parallel)
     plan = serialize(plan) if serial else plan
-    return plan, shapes_of(model, plan, setting.tensor_parallel, setting.hardware, setting.micro_batch_size, setting.data_parallel)
+    return plan, shapes_of(setting.model, plan, setting.tensor_parallel, setting.hardware, setting.micro_batch_size, setting.data_parallel)
+
+
+def _gradients(parts: Sequence[PartShape], tensor_parallel: int) -> Iterator[Gradient]:
+    """The gradients of each part together; those of a sharded part's core apart, since every rank holds them whole."""
+    for number, part in enumerate(parts):
+        whole = part.core_parameters if part.sharded and tensor_parallel > 1 else 0
+        tied = not number and not parts[-1].parameters  # the head writes into the embedding's table
+        writers = frozenset({number, len(parts) - 1} if tied else {number})
+        for elements, sharded in ((part.parameters - whole, part.sharded), (whole, False)):
+            if elements:
+                yield Gradient(writers, elements, sharded)
 
 
 def optimum(setting: Setting, schedule: ScheduleConfig = BASELINE) -> Prediction:
@@ -196,19 +206,6 @@ def optimum(setting: Setting, schedule: ScheduleConfig = BASELINE) -> Prediction
     Of ``schedule`` only sequence parallelism is kept, which makes replicated parts cheaper.
     """
     return predict(setting, replace(BASELINE, sequence_parallel=schedule.sequence_parallel), free=(TP_LINK,))
-
-
-def flops_per_token(model: ModelConfig) -> float:
-    """6 FLOPs for each weight of a GEMM, output layer included, and 12 x layers x sequence x heads x head width for attention.
-
-    That is PaLM's count (arXiv 2204.02311, appendix B): the whole attention square, nothing recomputed.
-    """
-    assert model.vocab_size is not None
-    width, groups = model.num_attention_heads * model.head_width, model.query_groups * model.head_width
-    attention = model.hidden_size * (2 * width + 2 * groups)
-    mlp = model.hidden_size * model.ffn_width * (3 if model.swiglu else 2)
-    weights = model.num_layers * (attention + mlp) + model.vocab_size * model.hidden_size
-    return 6.0 * weights + 12.0 * model.num_layers * model.seq_length * width
 
 
 MFU_FORMULA = "6 x GEMM weights (output layer included) + 12 x layers x sequence x heads x head width per token, over the dense peak"

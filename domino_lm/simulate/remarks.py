@@ -35,7 +35,7 @@ WORK = {
     "BODY F head": "head: logits and softmax statistics of this rank's part of the vocabulary",
     "WGRAD B head": "head: weight gradient of the output layer",
 }
-"""What compute ops do, by kind and phase, and by part where one differs from the rest."""
+"""What compute ops do, by kind and phase, and by part if one differs from the rest."""
 
 TRAVELS = {
     "partial F": "{part} output",
@@ -83,7 +83,7 @@ def _touches(op: Op, parts: frozenset[int], slicing: Slicing) -> bool:
 
 
 def parts_of_layer(slicing: Slicing, layer: int) -> frozenset[int]:
-    """Numbers of a layer's parts: from the norm before one attention to the norm before the next, which is not among them."""
+    """Numbers of a layer's parts: from the norm before one part that couples tokens to the norm before the next, which is not among them."""
     starts = [part - 1 for part, spec in enumerate(slicing.chain) if spec.couples_tokens]
     if not 0 <= layer < len(starts):
         raise ConfigError(f"--plan-layer {layer}: the model has {len(starts)} layer(s), numbered from 0; give 0 to {len(starts) - 1}.")
@@ -118,11 +118,9 @@ def _heading(plan: Plan, shapes: Shapes, count: int) -> str:
 
 def _remarks(ops: Sequence[Op], shapes: Shapes) -> Iterator[str]:
     """A remark for each of ``ops``, which repeat: what is still travelling at the end is redeemed in the next step."""
-    slicing, behind = shapes.slicing, _hidden_behind(ops, shapes.slicing)
+    slicing, behind = shapes.slicing, _hidden_behind(ops, shapes)
     for position, op in enumerate(ops):
-        text, before, after = (
-            part_name(slicing, part) if 0 <= part <= slicing.last else "" for part in (op.part, op.part - 1, op.part + 1)
-        )
+        text, before, after = (shapes.parts[part].name if 0 <= part <= slicing.last else "" for part in (op.part, op.part - 1, op.part + 1))
         if op.kind not in (Kind.START, Kind.WAIT):
             key = f"{op.kind.name} {op.phase}"
             yield WORK.get(f"{key} {text}", WORK[key]).format(part=text, before=before, after=after)
@@ -139,7 +137,7 @@ def _remarks(ops: Sequence[Op], shapes: Shapes) -> Iterator[str]:
             yield f"receives {moved}, {f'hidden behind {behind[position]}' if behind[position] else 'exposed'}"
 
 
-def _hidden_behind(ops: Sequence[Op], slicing: Slicing) -> dict[int, str]:
+def _hidden_behind(ops: Sequence[Op], shapes: Shapes) -> dict[int, str]:
     """What is computed between each START and its WAIT, by the positions of both; nothing if nothing is."""
     started, found, twice = dict[Op, int](), dict[int, str](), [*ops, *ops]
     for position, op in enumerate(twice):
@@ -147,37 +145,29 @@ def _hidden_behind(ops: Sequence[Op], slicing: Slicing) -> dict[int, str]:
             started[op._replace(kind=Kind.WAIT)] = position
         elif op.kind is Kind.WAIT and op in started:
             start = started.pop(op)
-            found[start] = found[position % len(ops)] = _activities(twice[start:position], slicing)
+            found[start] = found[position % len(ops)] = _activities(twice[start:position], shapes)
     return found
 
 
-def _activities(ops: Sequence[Op], slicing: Slicing) -> str:
+def _activities(ops: Sequence[Op], shapes: Shapes) -> str:
     """What ``ops``, the first one's collective on its way, compute: norms only alone, a weight gradient not beside its own dgrad."""
     compute = [op for op in ops if op.lane == COMPUTE]
     backward = {op._replace(kind=Kind.WGRAD, col=0) for op in compute if op.kind in (Kind.BODY, Kind.TAIL)}
     main = [op for op in compute if op.kind is not Kind.LOCAL and op not in backward] or compute
-    names = list(dict.fromkeys(_activity(op, ops[0].micro, slicing) for op in main))
+    names = list(dict.fromkeys(_activity(op, ops[0].micro, shapes) for op in main))
     if len(names) == 2 and main[0].part == main[-1].part:
-        names[1] = names[1].removeprefix(f"{part_name(slicing, main[0].part)} ")
+        names[1] = names[1].removeprefix(f"{shapes.parts[main[0].part].name} ")
     text = " and ".join(names)
     return text if len(names) < 3 and len(text) < 45 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _activity(op: Op, micro: int, slicing: Slicing) -> str:
+def _activity(op: Op, micro: int, shapes: Shapes) -> str:
     if op.kind is Kind.STEP:
         return "the optimizer"
-    name = part_name(slicing, op.part)
+    name = shapes.parts[op.part].name
     what = {Kind.WGRAD: " wgrad", Kind.RECOMPUTE: " again"}.get(op.kind, " backward" if op.phase == "B" else "")
-    row = "" if slicing.rows == 1 else f" row {op.row}"
+    row = "" if shapes.slicing.rows == 1 else f" row {op.row}"
     return f"{name}{what}{row}{f' of m{op.micro}' if op.micro != micro else ''}"
-
-
-def part_name(slicing: Slicing, part: int) -> str:
-    """What people call a part of the chain."""
-    if part in (0, slicing.last):
-        return "head" if part else "embedding"
-    spec = slicing.chain[part]
-    return "attention" if spec.couples_tokens else "MLP" if spec.sharded else "norm"
 
 
 def _size(size_bytes: float) -> str:

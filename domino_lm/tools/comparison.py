@@ -10,7 +10,9 @@ from torch import Tensor
 
 from domino_lm.config.settings import ModelConfig, RunConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
-from domino_lm.model.stack import Stack, build_stack
+from domino_lm.model.build import build_stack
+from domino_lm.model.families.lookup import family_of
+from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.prepare import prepare_plan
@@ -120,11 +122,8 @@ def verify(run: RunConfig, mesh: ParallelMesh, batches: MakeBatches, steps: int,
 
 def cut_down(model: ModelConfig, largest: int) -> ModelConfig:
     """``model`` with as many layers as keep it under ``largest`` parameters, at least one."""
-    hidden, width = model.hidden_size, model.head_width
-    attention = hidden * width * (2 * model.num_attention_heads + 2 * model.query_groups)
-    layer = attention + hidden * model.ffn_width * (3 if model.swiglu else 2)
-    vocabulary = (model.vocab_size or 0) * hidden * (2 if model.untie_embeddings_and_output_weights else 1)
-    return replace(model, num_layers=max(1, min(model.num_layers, (largest - vocabulary) // layer)))
+    one, two = (family_of(replace(model, num_layers=layers)).parameter_count() for layers in (1, 2))
+    return replace(model, num_layers=max(1, min(model.num_layers, 1 + (largest - one) // (two - one))))
 
 
 def _unsharded(stack: Stack, mesh: ParallelMesh, gradients: Sequence[Tensor]) -> dict[str, Tensor]:

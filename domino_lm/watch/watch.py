@@ -12,9 +12,10 @@ import torch
 
 from domino_lm.config.schema import flat_values
 from domino_lm.config.settings import RunConfig
+from domino_lm.model.families.lookup import family_of
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.simulate.hardware import peak_flops_of
-from domino_lm.simulate.predict import MFU_FORMULA, flops_per_token
+from domino_lm.simulate.predict import MFU_FORMULA
 from domino_lm.watch.metrics import LogInterval, RunRate, SpeedScale, StepReport
 from domino_lm.watch.metrics_file import MetricsFile
 from domino_lm.watch.progress import ProgressBar
@@ -38,7 +39,7 @@ class Watch:
         logging = run.logging
         self.scale = SpeedScale(
             seq_length=run.model.seq_length,
-            flops_per_token=flops_per_token(run.model),
+            flops_per_token=family_of(run.model).flops_per_token(),
             ranks=world.size,
             peak_flops=peak_flops(run, device),
         )

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
+from domino_lm.model.build import build_stack
 from domino_lm.model.parameter import Parameter
-from domino_lm.model.stack import Stack, build_stack
+from domino_lm.model.stack import Stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import DropoutKey, name_seed

@@ -19,8 +19,8 @@ from domino_lm.checkpoint.blocks import _Writer
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
 from domino_lm.checkpoint.save_load import latest_iteration, load_checkpoint, save_checkpoint
 from domino_lm.config.settings import ModelConfig, OptimizerConfig
+from domino_lm.model.build import build_stack
 from domino_lm.model.parameter import Parameter
-from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import name_seed
 from domino_lm.training.optimizer import Optimizer

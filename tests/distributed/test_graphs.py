@@ -12,11 +12,11 @@ from torch import Tensor
 
 from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.settings import ConfigError, OptimizerConfig, ScheduleConfig
+from domino_lm.model.build import build_stack
 from domino_lm.model.kernels.backends import install_kernels
 from domino_lm.model.kernels.fp8 import Fp8Format, Fp8Linear
 from domino_lm.model.kernels.kernel_set import Kernels
 from domino_lm.model.linear import Linear
-from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from domino_lm.config.settings import ModelConfig, OptimizerConfig, ScheduleConfig
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.prepare import prepare_plan

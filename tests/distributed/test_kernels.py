@@ -10,8 +10,8 @@ import torch
 
 from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.settings import ModelConfig, ScheduleConfig
+from domino_lm.model.build import build_stack
 from domino_lm.model.kernels.backends import choose_kernels, install_kernels
-from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.prepare import prepare_plan

@@ -11,7 +11,7 @@ import torch
 
 from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.model.batch import MicroBatch
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.passes import step_templates

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from domino_lm.config.settings import ModelConfig, OptimizerConfig
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import name_seed
 from domino_lm.training.optimizer import Optimizer

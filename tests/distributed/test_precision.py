@@ -13,7 +13,8 @@ from torch import Tensor
 
 from domino_lm.config.settings import ModelConfig, ScheduleConfig
 from domino_lm.launch.summary import memory_estimate
-from domino_lm.model.stack import Stack, build_stack
+from domino_lm.model.build import build_stack
+from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.prepare import prepare_plan

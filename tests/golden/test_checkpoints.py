@@ -22,10 +22,10 @@ from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.same_model import settings_of_model
 from domino_lm.checkpoint.save_load import detect_kind, latest_iteration, load_checkpoint, save_checkpoint
 from domino_lm.checkpoint.torch_files import load_torch_file, values_of
-from domino_lm.config.canonical import without_redundant_settings
 from domino_lm.config.settings import CheckpointConfig, ConfigError, OptimizerConfig
 from domino_lm.model.batch import MicroBatch
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
+from domino_lm.model.canonical import without_redundant_settings
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.optimizer import Optimizer

@@ -11,7 +11,7 @@ import pytest
 from domino_lm.config.arguments import config_from_values
 from domino_lm.config.settings import RunConfig
 from domino_lm.model.batch import MicroBatch
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.trainer import Trainer
 from domino_lm.watch.metrics import StepReport

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.trainer import Trainer
 from domino_lm.watch.metrics import validation_line

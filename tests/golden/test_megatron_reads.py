@@ -23,7 +23,7 @@ from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_st
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.config.settings import OptimizerConfig
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.training.optimizer import Optimizer
 from tests.golden.checkpoint_files import family, model_of, unpack
 from tests.golden.model_files import FOLDER

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from domino_lm.config.settings import ScheduleConfig
 from domino_lm.model.batch import MicroBatch
-from domino_lm.model.stack import Stack, build_stack
+from domino_lm.model.build import build_stack
+from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.prepare import prepare_plan

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from domino_lm.config.precision import PrecisionConfig
 from domino_lm.config.settings import CheckpointConfig
+from domino_lm.model.build import build_stack
 from domino_lm.model.parameter import dtype_of
-from domino_lm.model.stack import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.trainer import Trainer
 from tests.golden.checkpoint_files import WITH_OPTIMIZER, family, unpack

@@ -21,7 +21,7 @@ This page is made by `python tests/unit/test_arguments.py`.
 """
 
 DOMINO_ONLY = frozenset(
-    "--mask-padded-vocab --schedule --null-tokenizer-extra-eod --exit-samples --max-skipped-steps --metrics-file --peak-tflops "
+    "--model --mask-padded-vocab --schedule --null-tokenizer-extra-eod --exit-samples --max-skipped-steps --metrics-file --peak-tflops "
     "--timeline --timeline-iteration --compile --compile-backend --cuda-graph --apex-optimizer --nccl-max-ctas "
     "--cuda-device-max-connections".split()
 )

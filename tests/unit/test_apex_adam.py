@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 
 from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.settings import ConfigError, OptimizerConfig
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.parallel.buckets import GradientBuckets
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.training.apex_adam import CHUNK, ApexAdamW, find_adamw

@@ -20,7 +20,8 @@ from domino_lm.checkpoint.blocks import Block, blocks_of, write_blocks
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
 from domino_lm.checkpoint.save_load import latest_iteration, load_checkpoint, save_checkpoint
 from domino_lm.config.settings import ModelConfig, OptimizerConfig
-from domino_lm.model.stack import Stack, build_stack
+from domino_lm.model.build import build_stack
+from domino_lm.model.stack import Stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.optimizer import Optimizer

@@ -16,6 +16,8 @@ from domino_lm.config.batch_plan import global_batch_size
 from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.launch import checks
 from domino_lm.launch.checks import check_run
+from domino_lm.model import family
+from domino_lm.model.families import transformer
 from domino_lm.schedule import cuts
 
 BASE = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10 --data-path x --vocab-size 100"
@@ -44,6 +46,11 @@ def test_sound_settings_pass(flags: str) -> None:
         ("--preset debug-llama --tensor-model-parallel-size 4", 4, ["--num-query-groups 2", "1 or 2"]),
         ("--group-query-attention --num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
         ("--num-query-groups 2", 1, ["--num-query-groups", "--group-query-attention"]),
+        ("--model nowhere:Model", 1, ["--model nowhere:Model", "there is no module nowhere", "PYTHONPATH"]),
+        ("--model Model", 1, ["--model Model does not name a class", "module:Class"]),
+        ("--model os:Model", 1, ["--model os:Model: os has no Model", "docs/any-transformer.md"]),
+        ("--model os:getcwd", 1, ["--model os:getcwd: getcwd is no subclass of domino_lm.model.family.Family", "docs/any-transformer.md"]),
+        ("--model domino_lm.model.family:Family", 1, ["Family lacks shapes and stack", "docs/any-transformer.md"]),
         ("--hidden-size 130", 1, ["--hidden-size 130", "--num-attention-heads 4", "--kv-channels"]),
         ("--tensor-model-parallel-size 2 --ffn-hidden-size 129", 2, ["MLP width 129", "--ffn-hidden-size", "multiple of 2"]),
         ("--global-batch-size 10", 4, ["--global-batch-size 10", "--micro-batch-size 2", "data-parallel size 4 = 8", "8 or 16"]),
@@ -155,7 +162,7 @@ def test_a_run_without_data_or_length_is_refused(flags: str, names: list[str]) -
 
 def test_every_refusal_in_the_source_has_a_case_here() -> None:
     """Runs the cases of this file and looks which of the source's refusals they reach."""
-    sources = {module.__file__: Path(module.__file__).read_text() for module in (checks, cuts)}
+    sources = {module.__file__: Path(module.__file__).read_text() for module in (checks, cuts, family, transformer)}
     refusals = {(file, node.lineno) for file, text in sources.items() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Yield)}
     cases = [
         (f"{BASE} {flags}", world_size) for flags, world_size, _ in cases_of(test_a_wrong_combination_names_flags_values_and_the_way_out)

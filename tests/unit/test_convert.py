@@ -18,7 +18,7 @@ from domino_lm.checkpoint.convert.stored_model import parameter_specs
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.save_load import detect_kind, save_checkpoint
 from domino_lm.config.settings import ModelConfig, OptimizerConfig
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.optimizer import Optimizer
@@ -80,7 +80,7 @@ def test_the_tool_converts_and_says_what_it_wrote(tmp_path: Path, capsys: pytest
         (
             ["--to", "megatron-legacy", "--target-tensor-parallel-size", "3"],
             1,
-            "does not divide the model's 4 attention heads; use one of 1, 2",
+            "does not divide --num-attention-heads 4; use a size of 1, 2 or 4",
         ),
         (["--to", "hf", "--vocab-size", "900"], 1, "--vocab-size 900: .* holds 128 vocabulary rows"),
         (["--to", "hf", "--iteration", "9"], 1, "the folder iter_0000009 does not exist"),

@@ -20,7 +20,7 @@ from domino_lm.checkpoint.convert.hugging_face import INDEX_FILE
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.save_load import detect_kind, load_checkpoint
 from domino_lm.model.batch import MicroBatch
-from domino_lm.model.stack import build_stack
+from domino_lm.model.build import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
 from tests.golden.make_hugging_face_models import FOLDER, MODELS, logits_of
 from tests.rank_pool import RankPool

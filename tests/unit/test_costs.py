@@ -16,14 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from domino_lm.config.settings import ConfigError, ModelConfig
+from domino_lm.model.families.lookup import family_of
 from domino_lm.schedule.cuts import cut
-from domino_lm.schedule.ops import Kind, Op, transformer_chain
+from domino_lm.schedule.ops import Kind, Op
 from domino_lm.schedule.plan import Plan, build_plan
 from domino_lm.simulate.costs import RowShape, cost, model_parts, shapes_of
 from domino_lm.simulate.hardware import HARDWARE, CoreAttention, Device, Gemm, Hardware, MeasuredDevice, find_hardware, read_hardware
 from domino_lm.simulate.links import PASSES, Fabric, Group, MeasuredFabric
 from domino_lm.simulate.memory import memory_of
-from domino_lm.simulate.predict import BASELINE, Setting, flops_per_token, optimum, predict
+from domino_lm.simulate.predict import BASELINE, Setting, optimum, predict
 from domino_lm.tools import simulate
 from domino_lm.tools.sweep import Grid, Point, sweep, write_csv
 
@@ -44,7 +45,7 @@ LLAMA = replace(
 
 
 def plan_of(rows: int = 1, cols: int = 1, micro_batch: int = 4) -> Plan:
-    return build_plan(transformer_chain(GPT.num_layers), cut(micro_batch, rows), cols)
+    return build_plan(family_of(GPT).chain, cut(micro_batch, rows), cols)
 
 
 def totals(model: ModelConfig, plan: Plan, tp: int) -> tuple[float, float]:
@@ -68,7 +69,7 @@ def test_gemms_make_six_flops_a_weight_and_token(model: ModelConfig) -> None:
     flops = sum(gemm.flops for op in plan_of().ops for gemm in cost(op, shapes).gemms)
     padded = replace(model, vocab_size=model.padded_vocab_size(1))
     attention = 12.0 * model.num_layers * model.seq_length * model.num_attention_heads * model.head_width
-    assert flops == pytest.approx((flops_per_token(padded) - attention) * 4 * model.seq_length)
+    assert flops == pytest.approx((family_of(padded).flops_per_token() - attention) * 4 * model.seq_length)
 
 
 @pytest.mark.parametrize(("model", "layers"), [(GPT, 40), (LLAMA, 32)], ids=["gpt", "llama"])

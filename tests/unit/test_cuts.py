@@ -14,12 +14,12 @@ from domino_lm.config.settings import ConfigError, ModelConfig, OptimizerConfig,
 from domino_lm.launch.checks import check_run
 from domino_lm.launch.summary import memory_estimate, schedule_reason
 from domino_lm.schedule.cuts import Uncut, resolve_cut
-from domino_lm.schedule.ops import transformer_chain
 from domino_lm.schedule.step import compute_plan
 from domino_lm.simulate.auto import choose
 from domino_lm.simulate.hardware import HARDWARE
 from domino_lm.simulate.predict import SCHEDULES, Setting, obstacle, predict, sliced
 from domino_lm.tools.sweep import Grid, sweep
+from tests.chains import transformer_chain
 
 H100 = HARDWARE["dgx-h100"]
 

@@ -13,7 +13,8 @@ from domino_lm.checkpoint.convert.conversion import Conversion, convert
 from domino_lm.checkpoint.index import read_metadata
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.config.settings import OptimizerConfig
-from domino_lm.model.stack import Stack, build_stack
+from domino_lm.model.build import build_stack
+from domino_lm.model.stack import Stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.loss_scale import LossScale

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from domino_lm.config.settings import OptimizerConfig
+from domino_lm.model.build import build_stack
 from domino_lm.model.parameter import Parameter, ParameterSpec
-from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.optimizer import Optimizer, takes_weight_decay

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from domino_lm.model.build import build_stack
 from domino_lm.model.parameter import ParameterSpec
-from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 from tests.distributed.models import MODELS
 from tests.silent_rank import SilentRank

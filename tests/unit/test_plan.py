@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from domino_lm.config.settings import Sharding
 from domino_lm.schedule.cuts import cut
-from domino_lm.schedule.ops import DP_LINK, Kind, Op, dataflow, is_gather, transformer_chain, uses_weights
+from domino_lm.schedule.ops import DP_LINK, Kind, Op, dataflow, is_gather, uses_weights
 from domino_lm.schedule.passes import (
     defer_wgrad,
     gather_parameters,
@@ -27,6 +27,7 @@ from domino_lm.schedule.passes import (
 )
 from domino_lm.schedule.plan import Plan, build_plan
 from domino_lm.schedule.validate import PlanError, validate
+from tests.chains import transformer_chain
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans"
 SHARDINGS: list[Sharding] = ["no_shard", "optim", "optim_grads"]

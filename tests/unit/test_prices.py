@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from domino_lm.config.settings import ModelConfig, Sharding
-from domino_lm.schedule.ops import Op, transformer_chain
+from domino_lm.schedule.ops import Op
 from domino_lm.schedule.passes import gather_parameters, recompute, reduce_gradients
 from domino_lm.schedule.plan import Plan, build_plan
 from domino_lm.simulate.costs import RowShape, Shapes, Work, cost, shapes_of
@@ -15,6 +15,7 @@ from domino_lm.simulate.hardware import CoreAttention, Device, Gemm, Hardware, M
 from domino_lm.simulate.links import Fabric, Group, Link, MeasuredFabric
 from domino_lm.simulate.memory import memory_of
 from domino_lm.simulate.simulator import OpTime, replay
+from tests.chains import transformer_chain
 
 # Round numbers: 4 units of 0.5e12 useful FLOP/s each; 0.8e12 useful bytes/s of memory; links of 50e9 and 5e9 bytes/s.
 DEVICE = Device(

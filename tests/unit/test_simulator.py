@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from domino_lm.config.settings import ModelConfig, ScheduleConfig, Sharding
-from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, transformer_chain
+from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind
 from domino_lm.schedule.passes import serialize, steady_state, step_templates
 from domino_lm.schedule.plan import Plan, build_plan
 from domino_lm.simulate.costs import Shapes
@@ -20,6 +20,7 @@ from domino_lm.simulate.hardware import HARDWARE, Hardware
 from domino_lm.simulate.links import Fabric, Link
 from domino_lm.simulate.predict import BASELINE, SCHEDULES, Prediction, Setting, optimum, planned, predict, sliced
 from domino_lm.simulate.simulator import OpTime, Simulation, replay, simulate
+from tests.chains import transformer_chain
 
 CLOSE = 1e-9
 SHARDINGS: list[Sharding] = ["no_shard", "optim", "optim_grads"]

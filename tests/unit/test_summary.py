@@ -12,8 +12,9 @@ import pytest
 from domino_lm.config.arguments import parse_arguments
 from domino_lm.config.presets import PRESETS
 from domino_lm.config.settings import ModelConfig, RunConfig
-from domino_lm.launch.summary import RunSummary, memory_estimate, parameter_count, without_effect
-from domino_lm.model.stack import build_stack
+from domino_lm.launch.summary import RunSummary, memory_estimate, without_effect
+from domino_lm.model.build import build_stack
+from domino_lm.model.families.lookup import family_of
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.pretrain import main
 from domino_lm.simulate.hardware import HARDWARE
@@ -30,13 +31,13 @@ def run(flags: str) -> RunConfig:
 def test_the_told_parameters_are_those_of_the_model_that_is_built(preset: str) -> None:
     model = ModelConfig(**{**PRESETS[preset], "vocab_size": 1000})  # type: ignore[arg-type]
     stack = build_stack(dataclasses.replace(model, make_vocab_size_divisible_by=1), Communicator.single(), seed=0)
-    assert parameter_count(model) == sum(parameter.numel() for parameter in stack.parameters())
+    assert family_of(model).parameter_count() == sum(parameter.numel() for parameter in stack.parameters())
 
 
 @pytest.mark.parametrize(("preset", "vocabulary", "published"), PUBLISHED, ids=[name for name, _, _ in PUBLISHED])
 def test_a_preset_has_the_published_number_of_parameters(preset: str, vocabulary: int, published: float) -> None:
     model = ModelConfig(**{**PRESETS[preset], "vocab_size": vocabulary})  # type: ignore[arg-type]
-    assert parameter_count(model) == pytest.approx(published, rel=0.03)
+    assert family_of(model).parameter_count() == pytest.approx(published, rel=0.03)
 
 
 def test_every_kind_of_memory_and_the_layout_are_told() -> None:

@@ -23,8 +23,8 @@ from domino_lm.checkpoint.megatron_legacy import Role
 from domino_lm.checkpoint.publish import sync_file, write_synced
 from domino_lm.checkpoint.save_load import SHARDED_BACKEND, native_record, write_native_files
 from domino_lm.checkpoint.source import WORD_EMBEDDINGS, prefix_of, read_megatron_record, read_native_record, word_embeddings
-from domino_lm.config.canonical import without_redundant_settings
 from domino_lm.config.settings import ModelConfig
+from domino_lm.model.canonical import without_redundant_settings
 from domino_lm.model.parameter import ParameterSpec
 from domino_lm.parallel.collectives import Communicator
 
@@ -43,6 +43,10 @@ def read_native(path: Path) -> StoredModel:
         model = without_redundant_settings(ModelConfig(**state["model"]))
     except TypeError as error:
         raise CheckpointError(f"{path / STATE_FILE}: its model's settings are not those of this version ({error})") from error
+    if model.model is not None:
+        raise CheckpointError(
+            f"{path} holds --model {model.model}; only GPT and LLaMA are converted, other models stay in native checkpoints"
+        )
     model = replace(model, vocab_size=record["vocab_size"])
     table = word_embeddings(path, metadata)
     rows = table.size[0]

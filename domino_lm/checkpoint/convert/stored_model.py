@@ -15,8 +15,9 @@ from domino_lm.checkpoint.folder import Kind
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.megatron_legacy import Role
 from domino_lm.config.settings import ModelConfig
+from domino_lm.model.build import build_stack
+from domino_lm.model.families.lookup import family_of
 from domino_lm.model.parameter import ParameterSpec
-from domino_lm.model.stack import build_stack
 from domino_lm.parallel.collectives import Communicator
 
 # Megatron's order of the parameters of a layer, by which its optimizer numbers them.
@@ -45,7 +46,7 @@ class StoredModel:
 
     iteration: int
     optimizer_steps: int | None
-    """Updates that Adam has made; None where the checkpoint holds no moments."""
+    """Updates that Adam has made; None if the checkpoint holds no moments."""
 
     state: dict[str, Any]
     """Training state, in the form of native checkpoints."""
@@ -62,13 +63,13 @@ class StoredModel:
         return ("weight",) if self.optimizer_steps is None else ("weight", "exp_avg", "exp_avg_sq")
 
     def shape(self, spec: ParameterSpec, vocab_rows: int) -> tuple[int, ...]:
-        """Shape of a parameter's tensor where the vocabulary has ``vocab_rows`` rows."""
+        """Shape of a parameter's tensor if the vocabulary has ``vocab_rows`` rows."""
         return spec.shape if spec.vocab_rows is None else (vocab_rows, *spec.shape[1:])
 
     def tensor(self, spec: ParameterSpec, role: Role, vocab_rows: int, dtype: torch.dtype) -> Tensor:
-        """The tensor with ``vocab_rows`` rows where it has a vocabulary: rows cut off, or zeros added.
+        """The tensor; one of a vocabulary gets ``vocab_rows`` rows: some are cut off, or zeros added.
 
-        Raises CheckpointError where its shape is not what the model's settings say.
+        Raises CheckpointError if its shape is not what the model's settings say.
         """
         stored = self.read(spec, role)
         expected = self.shape(spec, self.vocab_rows)
@@ -117,21 +118,14 @@ def padded_rows(model: ModelConfig, tensor_parallel: int) -> int:
 
 
 def check_tensor_parallel(model: ModelConfig, size: int) -> None:
-    """Raise CheckpointError where the model cannot be cut over ``size`` ranks."""
-    for what, count in (
-        ("attention heads", model.num_attention_heads),
-        ("query groups", model.query_groups),
-        ("MLP width", model.ffn_width),
-    ):
-        if size < 1 or count % size:
-            divisors = ", ".join(
-                str(n) for n in range(1, model.query_groups + 1) if model.query_groups % n == 0 and model.ffn_width % n == 0
-            )
-            raise CheckpointError(f"--target-tensor-parallel-size {size} does not divide the model's {count} {what}; use one of {divisors}")
+    """Raise CheckpointError if the model cannot be cut over ``size`` ranks."""
+    fault = next(family_of(model).faults(size), "") if size > 0 else "give at least 1"
+    if fault:
+        raise CheckpointError(f"--target-tensor-parallel-size {size}: {fault}")
 
 
 def with_vocabulary(stored: StoredModel, vocab_size: int | None) -> StoredModel:
-    """The checkpoint with its true vocabulary said by ``vocab_size``. Raises CheckpointError where it holds fewer rows."""
+    """The checkpoint with ``vocab_size`` as its true vocabulary. Raises CheckpointError if it holds fewer rows."""
     if vocab_size is None:
         return stored
     if not 0 < vocab_size <= stored.vocab_rows:

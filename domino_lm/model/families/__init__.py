@@ -1,0 +1,1 @@
+"""Kinds of models, each with all that the program knows of it."""
