@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, Value, dataflow
+from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op
 from domino_lm.schedule.plan import Plan
 from domino_lm.schedule.timeline import Span, Timeline
 from domino_lm.simulate.costs import Shapes, cost
@@ -94,19 +93,6 @@ class Simulation:
         bodies = [op for op in self.plan.ops if op.kind is Kind.BODY]
         micro_batches = sum(op.phase == "F" and op.part == op.row == 0 for op in bodies)
         return sum(before.phase != after.phase for before, after in pairwise(bodies)) > 2 * micro_batches - 1
-
-    @cached_property
-    def critical_path_s(self) -> float:
-        """The longest chain of dependent ops: the step on a machine with unlimited lanes."""
-        ready: dict[Value, float] = {}
-        longest = 0.0
-        for op, time in zip(self.plan.ops, self.times, strict=True):
-            flow = dataflow(op, self.plan.slicing)
-            end_s = max([ready[value] for value in flow.inputs if value in ready], default=0.0) + time.compute_s + time.transfer_s
-            longest = max(longest, end_s)
-            for value in flow.outputs:
-                ready[value] = end_s
-        return longest
 
     def timeline(self, title: str = "", meta: dict[str, str] | None = None) -> Timeline:
         """Spans to draw: collectives on their links, everything else on the compute lane."""

@@ -15,7 +15,7 @@ from domino_lm.simulate.hardware import CoreAttention, Device, Gemm, Hardware, M
 from domino_lm.simulate.links import Fabric, Group, Link, MeasuredFabric
 from domino_lm.simulate.memory import memory_of
 from domino_lm.simulate.simulator import OpTime, replay
-from tests.chains import transformer_chain
+from tests.chains import critical_path_s, transformer_chain
 
 # Round numbers: 4 units of 0.5e12 useful FLOP/s each; 0.8e12 useful bytes/s of memory; links of 50e9 and 5e9 bytes/s.
 DEVICE = Device(
@@ -335,7 +335,7 @@ def test_a_wait_lasts_until_the_collective_has_ended() -> None:
     step = replay(ops_until_the_first_wait(), [OpTime(1.0, 0.0, 0.0, 0.0), NOTHING, OpTime(0.0, 3.0, 0.0, 0.0), NOTHING])
     assert step.transfers[2] == (1.0, 4.0)
     assert (step.compute[3], step.makespan_s, step.exposed_s("F"), step.busy_s("tp")) == ((1.0, 4.0), 4.0, 3.0, 3.0)
-    assert (step.busy_s("compute"), step.critical_path_s, step.limit_s) == (1.0, 4.0, 3.0)
+    assert (step.busy_s("compute"), critical_path_s(step), step.limit_s) == (1.0, 4.0, 3.0)
 
 
 def test_collectives_of_one_link_follow_each_other() -> None:

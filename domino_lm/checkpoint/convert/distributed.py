@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from domino_lm.checkpoint import megatron_state
 from domino_lm.checkpoint.blocks import OPTIMIZER_PREFIX, Block, blocks_of, plan_reads, read_blocks, write_blocks
-from domino_lm.checkpoint.convert.stored_model import StoredModel, padded_rows, tensors
+from domino_lm.checkpoint.convert.stored_model import StoredModel, tensors
 from domino_lm.checkpoint.folder import BACKEND_FILE, STATE_FILE
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
 from domino_lm.checkpoint.megatron_distributed import COMMON_FILE, MASTER_PREFIX, read_common
@@ -99,7 +99,7 @@ def write_native(stored: StoredModel, folder: Path) -> None:
 
 def write_torch_dist(stored: StoredModel, folder: Path, tensor_parallel: int) -> None:
     """Write what Megatron reads with ``--ckpt-format torch_dist`` at any size; the vocabulary is padded for ``tensor_parallel`` ranks."""
-    rows = padded_rows(stored.model, tensor_parallel)
+    rows = stored.model.padded_vocab_size(tensor_parallel)
     empty = _saved([None])  # Megatron's extra state of a linear layer without fp8
     layers = stored.model.num_layers
     objects = {f"decoder.layers.{name}._extra_state/shard_{i}_{layers}": empty for name in PARALLEL_LINEARS for i in range(layers)}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from domino_lm.checkpoint import megatron_state
 from domino_lm.checkpoint.convert.distributed import PARALLEL_LINEARS
-from domino_lm.checkpoint.convert.stored_model import StoredModel, padded_rows
+from domino_lm.checkpoint.convert.stored_model import StoredModel
 from domino_lm.checkpoint.folder import LEGACY_FILE
 from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint, Role
 from domino_lm.checkpoint.publish import sync_file, sync_folder
@@ -47,7 +47,7 @@ def read_legacy(path: Path, model: ModelConfig | None = None) -> StoredModel:
 
 def write_legacy(stored: StoredModel, folder: Path, tensor_parallel: int) -> None:
     """Write what Megatron reads with ``--ckpt-format torch`` at this tensor-parallel size; one rank's tensors at a time are in memory."""
-    rows, specs = padded_rows(stored.model, tensor_parallel), stored.specs()
+    rows, specs = stored.model.padded_vocab_size(tensor_parallel), stored.specs()
     for rank in range(tensor_parallel):
         file = folder / f"mp_rank_{rank:02d}" / LEGACY_FILE
         file.parent.mkdir()

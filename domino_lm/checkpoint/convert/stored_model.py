@@ -112,11 +112,6 @@ def _megatron_order(name: str) -> tuple[int, int, int, int]:
     return section, layer, part, int(name.endswith(".bias"))
 
 
-def padded_rows(model: ModelConfig, tensor_parallel: int) -> int:
-    """Rows that Megatron pads the vocabulary to at this tensor-parallel size."""
-    return model.padded_vocab_size(tensor_parallel)
-
-
 def check_tensor_parallel(model: ModelConfig, size: int) -> None:
     """Raise CheckpointError if the model cannot be cut over ``size`` ranks."""
     fault = next(family_of(model).faults(size), "") if size > 0 else "give at least 1"
