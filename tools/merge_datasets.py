@@ -1,12 +1,7 @@
 #!/usr/bin/env python3
 """Merge all pairs of token files (.bin and .idx) of a folder into one; flags as in Megatron's tool of the same name."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from domino_lm.tools.merge_datasets import main
+from launcher import launch
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launch("merge_datasets")

@@ -74,6 +74,7 @@ def preprocess(flags: list[str]) -> dict[str, Any]:
     """Memory of the tool at its peak."""
     tool = str(Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py")
     sys.argv = [tool, *flags]
+    sys.path.insert(0, str(Path(tool).parent))
     runpy.run_path(tool, run_name="__main__")
     return {"peak_mb": peak_mb()}
 

@@ -83,15 +83,6 @@ def find_checkpoint(folder: Path | str, iteration: int | None = None) -> Path | 
     raise CheckpointError(f"{folder}: {complaint}, and no other checkpoint there is complete. Load from another folder, or start anew")
 
 
-def latest_iteration(folder: Path | str) -> int | None:
-    """The number of the checkpoint that `find_checkpoint` takes; None if there is none, 0 for Megatron's ``release``."""
-    path = find_checkpoint(folder)
-    if path is None:
-        return None
-    match = re.fullmatch(r"iter_([0-9]{7,})", path.name)
-    return int(match[1]) if match else 0
-
-
 def incomplete(path: Path) -> str | None:
     """Why the checkpoint in ``path`` cannot be loaded; None if all of its files are there."""
     if not path.is_dir():

@@ -25,16 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from domino_lm.checkpoint.blocks import Block, write_blocks
-from domino_lm.checkpoint.folder import (
-    BACKEND_FILE,
-    NATIVE_MARK,
-    STATE_FILE,
-    TRACKER_FILE,
-    detect_kind,
-    find_checkpoint,
-    iteration_folder,
-    latest_iteration,
-)
+from domino_lm.checkpoint.folder import BACKEND_FILE, NATIVE_MARK, STATE_FILE, TRACKER_FILE, find_checkpoint, iteration_folder
 from domino_lm.checkpoint.index import CheckpointError, missing_data, read_metadata
 from domino_lm.checkpoint.megatron_distributed import COMMON_FILE
 from domino_lm.checkpoint.megatron_state import CHECKPOINT_VERSION
@@ -53,8 +44,6 @@ from domino_lm.parallel.collectives import Communicator
 
 if TYPE_CHECKING:
     from domino_lm.parallel.mesh import ParallelMesh
-
-__all__ = ["detect_kind", "iteration_folder", "latest_iteration", "load_checkpoint", "save_checkpoint"]
 
 SHARDED_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _OUT_OF_SPACE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))

@@ -9,17 +9,14 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from domino_lm.data.gpt_dataset import GPTDataset, Sample
-from domino_lm.data.index_cache import IndexCache
-from domino_lm.data.indices import DatasetError
+from domino_lm.data.index_cache import cached_indices
+from domino_lm.data.indices import Array, DatasetError
 
-Array = npt.NDArray[Any]
 MAX_SOURCES = 32766
 STEPS_PER_LANE = 1024
 
@@ -46,8 +43,14 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     if not words or not all(words):
         raise DatasetError(f"{flag} names no data; give a prefix, or pairs of a weight and a prefix.")
     weights = [_number(word) for word in words[::2]] if len(words) % 2 == 0 else []
-    if not weights or all(weight is None for weight in weights):
-        return _checked(Blend(tuple(words)), flag)
+    given = [weight for weight in weights if weight is not None]
+    prefixes = words[1::2] if given else words
+    if len(prefixes) > MAX_SOURCES:
+        raise DatasetError(
+            f"{flag} names {len(prefixes)} sources; at most {MAX_SOURCES} can be blended: merge some with tools/merge_datasets.py."
+        )
+    if not given:
+        return Blend(tuple(prefixes))
     for weight, word in zip(weights, words[::2], strict=True):
         if weight is None:
             raise DatasetError(
@@ -55,7 +58,7 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
             )
         if not 0 < weight < math.inf:
             raise DatasetError(f"{flag} {' '.join(words)}: the weight {word} must be above 0; leave the source out to read nothing of it.")
-    return _checked(Blend(tuple(words[1::2]), tuple(weight for weight in weights if weight is not None)), flag)
+    return Blend(tuple(prefixes), tuple(given))
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
@@ -167,7 +170,14 @@ class BlendedDataset:
         self.split = self.datasets[0].split
         lengths = [len(dataset) for dataset in self.datasets]
         self._length = sum(lengths) if size is None else length or size
-        self.dataset_index, self.dataset_sample_index = self._indices(lengths, cache_path)
+
+        def build() -> tuple[Array, Array]:
+            if size is None:
+                return blend_order([length / self._length for length in lengths], self._length, lengths)
+            return blend_order(self.weights, self._length)
+
+        shapes = {"dataset_index": (self._length,), "dataset_sample_index": (self._length,)}
+        self.dataset_index, self.dataset_sample_index = cached_indices(cache_path, f"{self.split}-blend", self.identity, shapes, build)
         self._require_samples(lengths)
 
     def __len__(self) -> int:
@@ -197,18 +207,6 @@ class BlendedDataset:
         """Everything that the order depends on."""
         return {"format": 1, "datasets": [d.identity() for d in self.datasets], "weights": self.weights, "length": self._length}
 
-    def _indices(self, lengths: list[int], cache_path: str | os.PathLike[str] | None) -> tuple[Array, Array]:
-        def build() -> tuple[Array, Array]:
-            if self.size is None:
-                return blend_order([length / self._length for length in lengths], self._length, lengths)
-            return blend_order(self.weights, self._length)
-
-        if cache_path is None:
-            return build()
-        shapes: dict[str, tuple[int, ...]] = {"dataset_index": (self._length,), "dataset_sample_index": (self._length,)}
-        sources, numbers = IndexCache(Path(cache_path), f"{self.split}-blend", self.identity(), shapes).load_or_build(build)
-        return sources, numbers
-
     def _require_samples(self, lengths: list[int]) -> None:
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
         asked = np.bincount(self.dataset_index[: self.size], minlength=len(self.datasets))
@@ -223,14 +221,6 @@ class BlendedDataset:
                     f"{dataset.indexed.prefix}: never sampled; its weight gives it none of the {self.size} {self.split} samples.",
                     stacklevel=3,
                 )
-
-
-def _checked(blend: Blend, flag: str) -> Blend:
-    if len(blend.prefixes) > MAX_SOURCES:
-        raise DatasetError(
-            f"{flag} names {len(blend.prefixes)} sources; at most {MAX_SOURCES} can be blended: merge some with tools/merge_datasets.py."
-        )
-    return blend
 
 
 def _number(word: str) -> float | None:

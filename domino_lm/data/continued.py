@@ -62,17 +62,11 @@ class DataRecord:
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> DataRecord:
         """The inverse of `state_dict`."""
-        sources, retired = (
-            tuple(SourceRecord(**{**item, "segments": tuple((seed, size) for seed, size in item["segments"])}) for item in state[name])
-            for name in ("sources", "retired")
-        )
-        return cls(
-            sequence_length=state["sequence_length"],
-            begin=state["begin"],
-            weights=tuple(state["weights"]),
-            sources=sources,
-            retired=retired,
-        )
+
+        def records(name: str) -> tuple[SourceRecord, ...]:
+            return tuple(SourceRecord(**{**item, "segments": tuple(map(tuple, item["segments"]))}) for item in state[name])
+
+        return cls(**{**state, "weights": tuple(state["weights"]), "sources": records("sources"), "retired": records("retired")})
 
 
 class SourceOrder:

@@ -9,15 +9,15 @@ import os
 import re
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from domino_lm.config.data import DataConfig
-from domino_lm.data.index_cache import IndexCache
+from domino_lm.data.index_cache import cached_indices
 from domino_lm.data.indices import (
+    Array,
     DatasetError,
     build_document_index,
     build_sample_index,
@@ -26,7 +26,6 @@ from domino_lm.data.indices import (
     plan_epochs,
 )
 
-Array = npt.NDArray[Any]
 Sample = dict[str, Array]
 SplitName = Literal["train", "valid", "test"]
 NO_TOKEN = -1
@@ -179,7 +178,13 @@ class GPTDataset:
                 f"{indexed.prefix}: the {split} split has {self.tokens_per_epoch} tokens, less than one sample; every sample repeats some of them.",
                 stacklevel=2,
             )
-        self.document_index, self.sample_index, self.shuffle_index = self._indices(cache_path)
+        shapes = {
+            "document_index": (len(sequences) * self.epochs.repeats,),
+            "sample_index": (self._length + 1, 2),
+            "shuffle_index": (self._length,),
+        }
+        found = cached_indices(cache_path, split, self.identity, shapes, self._build_indices)
+        self.document_index, self.sample_index, self.shuffle_index = found
 
     def __len__(self) -> int:
         return self._length
@@ -250,17 +255,6 @@ class GPTDataset:
         tokens[tokens == NO_TOKEN] = 0
         labels[labels == NO_TOKEN] = 0
         return sample
-
-    def _indices(self, cache_path: str | os.PathLike[str] | None) -> tuple[Array, Array, Array]:
-        if cache_path is None:
-            return self._build_indices()
-        shapes: dict[str, tuple[int, ...]] = {
-            "document_index": (len(self.sequences) * self.epochs.repeats,),
-            "sample_index": (self._length + 1, 2),
-            "shuffle_index": (self._length,),
-        }
-        documents, samples, shuffle = IndexCache(Path(cache_path), self.split, self.identity(), shapes).load_or_build(self._build_indices)
-        return documents, samples, shuffle
 
     def _build_indices(self) -> tuple[Array, Array, Array]:
         rng = np.random.RandomState(self.config.seed)

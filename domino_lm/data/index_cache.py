@@ -5,18 +5,26 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from domino_lm.data.drafts import Draft
-from domino_lm.data.indices import DatasetError
+from domino_lm.data.indices import Array, DatasetError
 
-Array = npt.NDArray[Any]
+
+def cached_indices(
+    folder: str | os.PathLike[str] | None,
+    split: str,
+    identity: Callable[[], dict[str, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+    build: Callable[[], Sequence[Array]],
+) -> Sequence[Array]:
+    """What ``build`` gives, kept in ``folder`` if there is one; see `IndexCache`."""
+    return build() if folder is None else IndexCache(Path(folder), split, identity(), shapes).load_or_build(build)
 
 
 class IndexCache:
@@ -28,7 +36,7 @@ class IndexCache:
     A damaged file is reported and built again.
     """
 
-    def __init__(self, folder: Path, split: str, identity: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, folder: Path, split: str, identity: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """``shapes`` names the indices, with the shape each must have."""
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
         self._folder, self._shapes = folder, list(shapes.values())

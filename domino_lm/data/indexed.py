@@ -39,16 +39,9 @@ from domino_lm.data.drafts import Draft
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, npt.DTypeLike] = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.float64,
-    7: np.float32,
-    8: np.uint16,
-}
+DTYPES: dict[int, npt.DTypeLike] = dict(
+    enumerate([np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16], start=1)
+)
 CHUNK = 1 << 20
 COPY_BYTES = 1 << 24
 

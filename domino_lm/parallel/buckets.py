@@ -127,11 +127,7 @@ class GradientBuckets:
     """
 
     def __init__(
-        self,
-        groups: Sequence[Sequence[Accumulates]],
-        dp: Communicator,
-        sharding: Sharding = "no_shard",
-        dtype: torch.dtype | None = None,
+        self, groups: Sequence[Sequence[Accumulates]], dp: Communicator, sharding: Sharding = "no_shard", dtype: torch.dtype | None = None
     ) -> None:
         self.buckets = tuple(Bucket(group, dp, sharding, dtype) for group in groups)
         self.sharding = sharding

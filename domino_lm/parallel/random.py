@@ -8,6 +8,7 @@ of their own name. Two rounds of multiply and xor-shift follow the pattern of Mu
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,24 +41,22 @@ def outer_hash(outer: Tensor, inner: Tensor) -> Tensor:
     return wide
 
 
+@dataclass(slots=True, eq=False)
 class DropoutKey:
     """Identifies the masks of one step: ``seed`` of the run, ``step`` as a device tensor, ``samples`` [b] within the step."""
 
-    __slots__ = ("samples", "seed", "step", "tokens")
-
-    def __init__(self, seed: int, step: Tensor, samples: Tensor, tokens: Tensor) -> None:
-        self.seed = seed
-        self.step = step  # [] int64
-        self.samples = samples  # [b] int64, numbered over the global batch
-        self.tokens = tokens  # [s] int64
+    seed: int
+    step: Tensor  # [] int64
+    samples: Tensor  # [b] int64, numbered over the global batch
+    tokens: Tensor  # [s] int64
 
     def of_samples(self, start: int, size: int) -> DropoutKey:
         """The key of ``size`` samples from ``start``."""
-        return DropoutKey(self.seed, self.step, self.samples[start : start + size], self.tokens)
+        return replace(self, samples=self.samples[start : start + size])
 
     def of_tokens(self, start: int, size: int) -> DropoutKey:
         """The key of ``size`` tokens of every sample from ``start``."""
-        return DropoutKey(self.seed, self.step, self.samples, self.tokens[start : start + size])
+        return replace(self, tokens=self.tokens[start : start + size])
 
     def keep(self, site: str, columns: Tensor, probability: float) -> Tensor:
         """Which elements of a tensor [s, b, n] stay, each dropped with ``probability``.

@@ -28,14 +28,14 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--to", required=True, choices=KINDS, help="kind to write")
     parser.add_argument("--iteration", type=int, metavar="N", help="iteration to take (default: the latest)")
     parser.add_argument(
-        "--target-tensor-parallel-size", type=int, default=1, metavar="N",
+        "--target-tensor-parallel-size", dest="tensor_parallel", type=int, default=1, metavar="N",
         help="ranks that megatron-legacy is cut for, and that either of Megatron's kinds pads the vocabulary for (default: 1)",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: as in the source); moments stay in fp32")
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="true vocabulary, where the source does not know it (default: as it says)"
     )
-    parser.add_argument("--no-optimizer", action="store_true", help="leave optimizer and schedule out")
+    parser.add_argument("--no-optimizer", dest="optimizer", action="store_false", help="leave optimizer and schedule out")
     flags, rest = parser.parse_known_args(argv)
     return flags, _model(rest, flags.vocab_size)
 
@@ -67,17 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     from domino_lm.checkpoint.convert.conversion import Conversion, convert
     from domino_lm.checkpoint.index import CheckpointError
 
-    conversion = Conversion(
-        load=flags.load,
-        save=flags.save,
-        to=flags.to,
-        iteration=flags.iteration,
-        tensor_parallel=flags.target_tensor_parallel_size,
-        dtype=getattr(torch, DTYPES[flags.dtype]) if flags.dtype else None,
-        vocab_size=flags.vocab_size,
-        model=model,
-        optimizer=not flags.no_optimizer,
-    )
+    chosen = vars(flags)
+    dtype = chosen.pop("dtype")
+    conversion = Conversion(model=model, dtype=getattr(torch, DTYPES[dtype]) if dtype else None, **chosen)
     try:
         stored, written = convert(conversion)
     except (CheckpointError, ConfigError) as error:

@@ -34,25 +34,23 @@ def main() -> None:
     print(f"{merged.prefix}.bin and .idx: {merged.num_documents} documents, {merged.num_tokens} tokens of {len(prefixes)} pairs")
 
 
-class MergeError(ValueError):
-    """Pairs that cannot be merged. The message names them, what differs, and the way out."""
-
-
 def pairs_in(folder: str) -> tuple[list[str], list[str]]:
     """Prefixes of all pairs in a folder, sorted, and the names of other files there (hidden ones left out).
 
-    Raises MergeError for half a pair, and if there is no pair.
+    Raises IndexedDatasetError for half a pair, and if there is no pair.
     """
     if not os.path.isdir(folder):
-        raise MergeError(f"--input {folder}: no such folder.")
+        raise IndexedDatasetError(f"--input {folder}: no such folder.")
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith("."))
     halves = {extension: {name.removesuffix(extension) for name in names if name.endswith(extension)} for extension in (".bin", ".idx")}
     for have, lack in ((".bin", ".idx"), (".idx", ".bin")):
         lonely = sorted(halves[have] - halves[lack])
         if lonely:
-            raise MergeError(f"{os.path.join(folder, lonely[0])}{have} has no {lack} beside it; put the other half there, or take it away.")
+            raise IndexedDatasetError(
+                f"{os.path.join(folder, lonely[0])}{have} has no {lack} beside it; put the other half there, or take it away."
+            )
     if not halves[".bin"]:
-        raise MergeError(f"--input {folder}: no pair of .bin and .idx files in this folder.")
+        raise IndexedDatasetError(f"--input {folder}: no pair of .bin and .idx files in this folder.")
     prefixes = [os.path.join(folder, name) for name in sorted(halves[".bin"])]
     return prefixes, [name for name in names if not name.endswith((".bin", ".idx"))]
 
@@ -60,11 +58,11 @@ def pairs_in(folder: str) -> tuple[list[str], list[str]]:
 def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool = False) -> IndexedDataset:
     """Write the documents of all pairs, in this order, into one; every pair is checked before the first byte is written.
 
-    Raises MergeError or IndexedDatasetError; no output exists then, unless it was there before.
+    Raises IndexedDatasetError; no output exists then, unless it was there before.
     """
     folder = os.path.dirname(output_prefix) or "."
     if not os.path.isdir(folder):
-        raise MergeError(f"--output-prefix {output_prefix}: the folder {folder} does not exist; make it with mkdir -p.")
+        raise IndexedDatasetError(f"--output-prefix {output_prefix}: the folder {folder} does not exist; make it with mkdir -p.")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     _require_alike(datasets, output_prefix, multimodal)
     try:
@@ -72,7 +70,7 @@ def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool = False)
             for dataset in datasets:
                 writer.append(dataset)
     except OSError as error:
-        raise MergeError(
+        raise IndexedDatasetError(
             f"{error.filename or output_prefix}: {error.strerror or error}; free space or check the permissions, then run again."
         ) from error
     return IndexedDataset(output_prefix)
@@ -82,7 +80,7 @@ def _require_alike(datasets: Sequence[IndexedDataset], output_prefix: str, multi
     first = datasets[0]
     for dataset in datasets:
         if dataset.dtype != first.dtype:
-            raise MergeError(
+            raise IndexedDatasetError(
                 f"{dataset.prefix} holds {dataset.dtype} tokens, but {first.prefix} holds {first.dtype}; they were made with tokenizers of other "
                 "sizes: preprocess all texts with one."
             )
@@ -92,6 +90,6 @@ def _require_alike(datasets: Sequence[IndexedDataset], output_prefix: str, multi
         for extension in (".bin", ".idx"):
             target = output_prefix + extension
             if os.path.exists(target) and os.path.samefile(dataset.prefix + extension, target):
-                raise MergeError(
+                raise IndexedDatasetError(
                     f"--output-prefix {output_prefix} is one of the pairs to merge; choose a prefix outside the folder, or move the earlier result."
                 )

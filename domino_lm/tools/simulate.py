@@ -42,12 +42,7 @@ from domino_lm.simulate.remarks import plan_text
 from domino_lm.tools.sweep import Grid, plot, sweep, write_csv
 
 PHASES = {"forward": "F", "backward": "B", "step": "S"}
-NOT_ASKED_FOR: dict[str, object] = {
-    "lr": 1.0,
-    "train_iters": 1,
-    "data_path": "(none)",
-    "micro_batch_size": 1,
-}
+NOT_ASKED_FOR: dict[str, object] = {"lr": 1.0, "train_iters": 1, "data_path": "(none)", "micro_batch_size": 1}
 """Settings that training insists on and a prediction does without."""
 
 

@@ -23,14 +23,7 @@ class LossScale:
     """
 
     def __init__(
-        self,
-        initial: float,
-        device: torch.device,
-        *,
-        dynamic: bool = False,
-        minimum: float = 1.0,
-        window: int = 1000,
-        hysteresis: int = 2,
+        self, initial: float, device: torch.device, *, dynamic: bool = False, minimum: float = 1.0, window: int = 1000, hysteresis: int = 2
     ) -> None:
         self.dynamic = dynamic
         self.minimum = torch.tensor(minimum, dtype=torch.float32).item()  # as the scale itself is rounded, to compare with it
@@ -72,11 +65,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint holds of it; waits for the device."""
-        return {
-            SCALE: self.value.item(),
-            GROWTH_TRACKER: int(self._clean_steps.item()),
-            HYSTERESIS_TRACKER: int(self._patience.item()),
-        }
+        return {SCALE: self.value.item(), GROWTH_TRACKER: int(self._clean_steps.item()), HYSTERESIS_TRACKER: int(self._patience.item())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` ended. A constant scale stays as its flag says."""

@@ -63,22 +63,14 @@ class LearningRateShape:
         if self.style == "WSD":
             assert self.wsd_samples is not None, "checks.check_run asks for it"
             done = (samples - (self.decay_samples - self.wsd_samples)) / self.wsd_samples
-            return 1.0 if done <= 0 else WSD_SHARES[str(self.wsd_style)](done)
+            return 1.0 if done <= 0 else SHARES[str(self.wsd_style)](done)
         done = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        return _linear(done) if self.style == "linear" else _cosine(done)
+        return SHARES[self.style](done)
 
 
-def _linear(done: float) -> float:
-    return 1.0 - done
-
-
-def _cosine(done: float) -> float:
-    return 0.5 * (math.cos(math.pi * done) + 1.0)
-
-
-WSD_SHARES: Mapping[str, Callable[[float], float]] = {
-    "linear": _linear,
-    "cosine": _cosine,
+SHARES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (math.cos(math.pi * done) + 1.0),
     "exponential": lambda done: 2.0 * 0.5**done - 1.0,
     "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
 }

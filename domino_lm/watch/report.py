@@ -35,18 +35,14 @@ def _page_data(timeline: Timeline) -> dict[str, Any]:
     """What the page's script draws; times in microseconds."""
     exposed = {name: timeline.exposed_s(phase) * MICROSECONDS for phase, name in PHASE_NAMES.items()}
     tracks = [(lane, track) for lane in LANES for track in timeline.tracks(lane)]
+    waits = _waits(timeline)
     return {
         "title": timeline.title or "timeline of one step",
         "meta": dict(timeline.meta),
         "makespan": timeline.makespan_s * MICROSECONDS,
         "exposed": exposed,
-        "tracks": [{"name": LANE_NAMES[lane], "spans": _track_data(timeline, track)} for lane, track in tracks],
+        "tracks": [{"name": LANE_NAMES[lane], "spans": [_span_data(span, waits) for span in track]} for lane, track in tracks],
     }
-
-
-def _track_data(timeline: Timeline, track: Iterable[Span]) -> list[dict[str, Any]]:
-    waits = _waits(timeline)
-    return [_span_data(span, waits) for span in track]
 
 
 def _waits(timeline: Timeline) -> dict[Op, list[Span]]:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from domino_lm.checkpoint.blocks import _Writer
+from domino_lm.checkpoint.folder import find_checkpoint, iteration_folder
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
-from domino_lm.checkpoint.save_load import latest_iteration, load_checkpoint, save_checkpoint
+from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.config.settings import ModelConfig, OptimizerConfig
 from domino_lm.model.build import build_stack
 from domino_lm.model.parameter import Parameter
@@ -166,7 +167,7 @@ def test_a_full_disk_on_one_rank_reaches_all_and_leaves_the_old_checkpoint(ranks
     errors = ranks(4).run(outcomes, save_with_a_full_disk_on_rank_1, (MODELS["gpt"], str(tmp_path)), tp=2)
     assert all("rank 1 failed with OSError: [Errno 28] No space left on device" in error for error in errors)
     assert sorted(os.listdir(tmp_path)) == ["iter_0000020", TRACKER]
-    assert latest_iteration(tmp_path) == 20
+    assert find_checkpoint(tmp_path) == iteration_folder(tmp_path, 20)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.case import OURS
 from benchmarks.peers import peer_python
 from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
-from domino_lm.checkpoint.save_load import detect_kind, latest_iteration
+from domino_lm.checkpoint.folder import detect_kind, find_checkpoint, iteration_folder
 from domino_lm.data.indexed import IndexedDataset
 from tests.distributed.training_runs import write_tokens
 from tests.documents import ROOT, attempt, commands_for, copy_of_tree, here
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_megatrons_is_trained_on(command: str, desk: Path) -> No
     out = run(desk, f"{command} --global-batch-size 8 --train-iters 22 --split 90,10,0 --log-interval 1")
     assert "resumed from checkpoints/megatron at iteration 20" in out
     assert set(re.findall(r"learning rate: (\d\S+)", out)) == {"4.000000E-04"}  # the checkpoint's least, where its decay has ended
-    assert latest_iteration(desk / "checkpoints/my") == 22
+    assert find_checkpoint(desk / "checkpoints/my") == iteration_folder(desk / "checkpoints/my", 22)
 
 
 @pytest.mark.long

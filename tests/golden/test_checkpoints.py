@@ -18,9 +18,10 @@ import torch
 
 from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
 from domino_lm.checkpoint.convert.stored_model import StoredModel
+from domino_lm.checkpoint.folder import detect_kind, find_checkpoint, iteration_folder
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.same_model import settings_of_model
-from domino_lm.checkpoint.save_load import detect_kind, latest_iteration, load_checkpoint, save_checkpoint
+from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.checkpoint.torch_files import load_torch_file, values_of
 from domino_lm.config.settings import CheckpointConfig, ConfigError, OptimizerConfig
 from domino_lm.model.batch import MicroBatch
@@ -133,7 +134,7 @@ def test_a_checkpoint_without_optimizer_names_the_flag(checkpoints: Path, name: 
 def test_the_kind_is_detected(checkpoints: Path, name: str) -> None:
     assert detect_kind(checkpoints / name) == KINDS[name]
     assert detect_kind(checkpoints / name / "iter_0000020") == KINDS[name]
-    assert latest_iteration(checkpoints / name) == 20
+    assert find_checkpoint(checkpoints / name) == iteration_folder(checkpoints / name, 20)
 
 
 def test_the_arithmetic_of_the_run_that_made_it_is_reported(checkpoints: Path) -> None:

@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 
 from domino_lm.checkpoint import save_load
 from domino_lm.checkpoint.blocks import Block, blocks_of, write_blocks
+from domino_lm.checkpoint.folder import find_checkpoint, iteration_folder
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
-from domino_lm.checkpoint.save_load import latest_iteration, load_checkpoint, save_checkpoint
+from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.config.settings import ModelConfig, OptimizerConfig
 from domino_lm.model.build import build_stack
 from domino_lm.model.stack import Stack
@@ -301,7 +302,7 @@ def test_damage_to_the_latest_falls_back_on_the_one_before_with_a_warning(tmp_pa
     run.save(tmp_path, 20)
     damage(run.save(tmp_path, 40))
     with pytest.warns(UserWarning, match=DAMAGES[damage]):
-        assert latest_iteration(tmp_path) == 20
+        assert find_checkpoint(tmp_path) == iteration_folder(tmp_path, 20)
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -325,7 +326,7 @@ def test_a_wrong_tracker_falls_back_on_the_newest_complete_checkpoint(tmp_path: 
     run.save(tmp_path, 40)
     (tmp_path / TRACKER).write_text(tracker)
     with pytest.warns(UserWarning, match="Taking iteration 40"):
-        assert latest_iteration(tmp_path) == 40
+        assert find_checkpoint(tmp_path) == iteration_folder(tmp_path, 40)
 
 
 def test_the_tracker_may_name_an_older_checkpoint(tmp_path: Path) -> None:
@@ -333,13 +334,13 @@ def test_the_tracker_may_name_an_older_checkpoint(tmp_path: Path) -> None:
     run.save(tmp_path, 20)
     run.save(tmp_path, 40)
     (tmp_path / TRACKER).write_text("20\n")
-    assert latest_iteration(tmp_path) == 20
+    assert find_checkpoint(tmp_path) == iteration_folder(tmp_path, 20)
 
 
 def test_an_interrupted_save_is_not_resumed_from(tmp_path: Path) -> None:
     path = Run().save(tmp_path)
     shutil.copytree(path, tmp_path / "iter_0000040.tmp-0123abcd")
-    assert latest_iteration(tmp_path) == 20
+    assert find_checkpoint(tmp_path) == iteration_folder(tmp_path, 20)
 
 
 @pytest.mark.parametrize("folder", ["missing", "."], ids=["missing", "empty"])
@@ -357,7 +358,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path, 
     with files_of_at_most(size_bytes), pytest.raises(CheckpointError, match=r"File too large.*Make room"):
         run.save(tmp_path, 40)
     assert sorted(os.listdir(tmp_path)) == ["iter_0000020", TRACKER]
-    assert latest_iteration(tmp_path) == 20
+    assert find_checkpoint(tmp_path) == iteration_folder(tmp_path, 20)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -376,7 +377,7 @@ def test_a_save_that_dies_before_the_tracker_moves_leaves_it_valid(tmp_path: Pat
     monkeypatch.setattr(save_load.os, "replace", fail)
     with pytest.raises(CheckpointError, match="Input/output error"):
         run.save(tmp_path, 40)
-    assert latest_iteration(tmp_path) == 20
+    assert find_checkpoint(tmp_path) == iteration_folder(tmp_path, 20)
 
 
 def test_a_state_that_json_cannot_hold_fails_before_any_file_exists(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -15,12 +14,14 @@ import torch
 
 from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
 from domino_lm.checkpoint.convert.stored_model import parameter_specs
+from domino_lm.checkpoint.folder import detect_kind
 from domino_lm.checkpoint.index import CheckpointError
-from domino_lm.checkpoint.save_load import detect_kind, save_checkpoint
+from domino_lm.checkpoint.save_load import save_checkpoint
 from domino_lm.config.settings import ModelConfig, OptimizerConfig
 from domino_lm.model.build import build_stack
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.tools.convert_checkpoint import main
 from domino_lm.training.optimizer import Optimizer
 from tests.distributed.models import GPT, LLAMA
 from tests.full_disk import files_of_at_most
@@ -28,7 +29,6 @@ from tests.full_disk import files_of_at_most
 ALONE = Communicator.single()
 MESH = ParallelMesh(ALONE, ALONE, ALONE, torch.device("cpu"))
 KINDS = ["native", "megatron-legacy", "megatron-torch_dist", "hf"]
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 
 
 def saved(folder: Path, model: ModelConfig = LLAMA) -> Path:
@@ -51,13 +51,7 @@ def saved(folder: Path, model: ModelConfig = LLAMA) -> Path:
 
 
 def tool(*words: object) -> int:
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    code: int = module.main([str(word) for word in words])
-    return code
+    return main([str(word) for word in words])
 
 
 @pytest.mark.parametrize("to", KINDS)

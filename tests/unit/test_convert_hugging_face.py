@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
 from domino_lm.checkpoint.convert.hugging_face import INDEX_FILE
+from domino_lm.checkpoint.folder import detect_kind
 from domino_lm.checkpoint.index import CheckpointError
-from domino_lm.checkpoint.save_load import detect_kind, load_checkpoint
+from domino_lm.checkpoint.save_load import load_checkpoint
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.build import build_stack
 from domino_lm.parallel.mesh import ParallelMesh

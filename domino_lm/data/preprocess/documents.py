@@ -3,21 +3,22 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from domino_lm.data.indexed import checked_cast
+from domino_lm.data.indexed import Array, checked_cast
 from domino_lm.data.preprocess.inputs import Block, PreprocessError
 from domino_lm.data.preprocess.sentences import SentenceSplitter
 from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
 
-Array = npt.NDArray[Any]
 OnError = Literal["stop", "skip", "replace"]
 """What happens to a bad line: it ends the run, is counted and left out, or has its invalid characters replaced."""
+
+SHOWN_FAULTS = 5
+"""Skipped lines that are shown in full; the others are counted."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FORMS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
@@ -35,22 +36,40 @@ class EncodedKey(NamedTuple):
     longest: int
 
 
-class EncodedBlock(NamedTuple):
-    """What came of one block. ``faults`` are the messages of the first lines that were skipped, ``skipped`` counts all.
+@dataclass
+class Findings:
+    """Lines of one block that are not documents as they stand.
 
-    ``replaced`` counts the lines in which invalid characters were replaced.
+    A fault, in a block that is a context, ends everything unless faults are to be skipped: then all are counted, and the
+    messages of the first kept. ``replaced`` counts the lines in which invalid characters were replaced.
     """
+
+    skip: bool
+    skipped: int = 0
+    faults: list[str] = field(default_factory=list)
+    replaced: int = 0
+    blank_lines: int = 0
+    first_blank_line: str = ""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not self.skip or not isinstance(error, PreprocessError):
+            return False
+        self.skipped += 1
+        if self.skipped <= SHOWN_FAULTS:
+            self.faults.append(str(error))
+        return True
+
+
+class EncodedBlock(NamedTuple):
+    """What came of one block."""
 
     keys: list[EncodedKey]
     documents: int
-    blank_lines: int
-    first_blank_line: str
     size_bytes: int
     read_bytes: int
-    path: str
-    skipped: int
-    faults: list[str]
-    replaced: int
+    found: Findings
 
 
 class _Documents:
@@ -88,37 +107,24 @@ class Encoder:
 
     def __call__(self, block: Block) -> EncodedBlock:
         """Raises PreprocessError at the first bad line, unless bad lines are skipped. The block is empty then."""
-        size_bytes, faults = len(block.data), _Faults(self.on_error)
-        documents, blank_lines, first_blank_line = self._read(block, faults)
-        keys, documents = self._encode_all(documents, faults)
-        return EncodedBlock(
-            keys,
-            len(documents.places),
-            blank_lines,
-            first_blank_line,
-            size_bytes,
-            block.read_bytes,
-            block.path,
-            faults.count,
-            faults.messages,
-            faults.replaced,
-        )
+        size_bytes, found = len(block.data), Findings(self.on_error == "skip")
+        keys, documents = self._encode_all(self._read(block, found), found)
+        return EncodedBlock(keys, len(documents.places), size_bytes, block.read_bytes, found)
 
-    def _read(self, block: Block, faults: "_Faults") -> tuple[_Documents, int, str]:
-        """Texts of the documents, blank lines, and the place of the first of these. Lines are gone before texts are encoded."""
+    def _read(self, block: Block, found: Findings) -> _Documents:
+        """Texts of the documents. Lines are gone before texts are encoded."""
         documents = _Documents(len(self.keys))
-        blank_lines, first_blank_line = 0, ""
         may_have_surrogates = SURROGATE_ESCAPE.search(block.data) is not None
         for place, raw in _lines(block):
             if not raw.strip():
-                blank_lines += 1
-                first_blank_line = first_blank_line or f"{place.path}, {place.unit} {place.line}"
+                found.blank_lines += 1
+                found.first_blank_line = found.first_blank_line or f"{place.path}, {place.unit} {place.line}"
                 continue
-            with faults:
-                documents.add(place, self._document(raw, place, may_have_surrogates, faults))
-        return documents, blank_lines, first_blank_line
+            with found:
+                documents.add(place, self._document(raw, place, may_have_surrogates, found))
+        return documents
 
-    def _document(self, raw: bytes, place: "Place", check_surrogates: bool, faults: "_Faults") -> list[list[str]]:
+    def _document(self, raw: bytes, place: "Place", check_surrogates: bool, found: Findings) -> list[list[str]]:
         """Texts of one line per key; a line that had to have characters replaced is counted."""
         try:
             return self._texts_of_keys(raw, place, check_surrogates, False)
@@ -126,27 +132,24 @@ class Encoder:
             if self.on_error != "replace":
                 raise
         texts = self._texts_of_keys(raw, place, check_surrogates, True)
-        faults.replaced += 1
+        found.replaced += 1
         return texts
 
     def _texts_of_keys(self, raw: bytes, place: "Place", check_surrogates: bool, replace: bool) -> list[list[str]]:
         record = parse_line(raw, place, replace)
-        return [self._texts(record, key, place, check_surrogates, replace) for key in self.keys]
-
-    def _texts(self, record: dict[str, Any], key: str, place: "Place", check_surrogates: bool, replace: bool) -> list[str]:
-        strings = strings_of(record, key, place, check_surrogates, replace)
+        texts = [strings_of(record, key, place, check_surrogates, replace) for key in self.keys]
         if self.splitter is None:
-            return strings
-        return [sentence for string in strings for sentence in self.splitter.split(string)]
+            return texts
+        return [[sentence for string in strings for sentence in self.splitter.split(string)] for strings in texts]
 
-    def _encode_all(self, documents: _Documents, faults: "_Faults") -> tuple[list[EncodedKey], _Documents]:
+    def _encode_all(self, documents: _Documents, found: Findings) -> tuple[list[EncodedKey], _Documents]:
         """Every key's documents; those that the tokenizer refuses are found one by one, and reported or left out."""
         try:
             return [self._encode(*pair) for pair in zip(documents.texts, documents.counts, strict=True)], documents
         except TokenizerError as error:
             kept = _Documents(len(self.keys))
             for place, texts in documents:
-                with faults:
+                with found:
                     self._refuse_untokenizable(place, texts)
                     kept.add(place, texts)
             if len(kept.places) == len(documents.places):
@@ -177,27 +180,6 @@ class Encoder:
             lengths[last] += 1
         tokens = np.bincount(document_of_sequence, weights=lengths, minlength=1)
         return EncodedKey(ids, lengths, sequences, int(tokens.max()))
-
-
-class _Faults:
-    """Context of one line: a fault in it ends everything, or is counted and passed over."""
-
-    SHOWN = 5
-
-    def __init__(self, on_error: OnError) -> None:
-        self._skip = on_error == "skip"
-        self.count = self.replaced = 0
-        self.messages: list[str] = []
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if not self._skip or not isinstance(error, PreprocessError):
-            return False
-        self.count += 1
-        if len(self.messages) < self.SHOWN:
-            self.messages.append(str(error))
-        return True
 
 
 class Place(NamedTuple):

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from domino_lm.data.tokenizers.tokenizer import in_groups
+
 BLOCK_BYTES = 1 << 18
 ROWS_PER_BLOCK = 512
 STANDARD_INPUT = "-"
@@ -201,12 +203,11 @@ def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[Block]:
             columns = _text_columns(path, table.schema_arrow, keys)
             total = table.metadata.num_rows
             for batch in table.iter_batches(_rows_per_batch(table.metadata), columns=columns):
-                lines = [json.dumps(record, default=_text_of_bytes) for record in batch.to_pylist()]
-                for begin, end in _groups(lines):
-                    block = Block(path, "".join(line + "\n" for line in lines[begin:end]).encode(), row + begin + 1, 0, 0, "row")
-                    block.read_bytes = size * (row + end) // max(total, 1)
-                    yield block
-                row += len(lines)
+                lines = (json.dumps(record, default=_text_of_bytes) + "\n" for record in batch.to_pylist())
+                for group in in_groups(lines, len, BLOCK_BYTES):  # rows may be of very different sizes
+                    end = row + len(group)
+                    yield Block(path, "".join(group).encode(), row + 1, 0, size * end // total, "row")
+                    row = end
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise PreprocessError(f"{path}, row {row + 1}: the parquet file cannot be read ({reason}); write it again.") from error
@@ -230,16 +231,6 @@ def _rows_per_batch(metadata: Any) -> int:
     """Rows that fill a block or so, by what the file says of their size."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(ROWS_PER_BLOCK, BLOCK_BYTES * max(metadata.num_rows, 1) // max(size, 1)))
-
-
-def _groups(lines: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Ranges of lines of about the size of a block; rows may be of very different sizes."""
-    begin = size = 0
-    for i, line in enumerate(lines, 1):
-        size += len(line)
-        if size >= BLOCK_BYTES or i == len(lines):
-            yield begin, i
-            begin, size = i, 0
 
 
 def _text_of_bytes(value: Any) -> str:

@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from domino_lm.data.drafts import draft_suffix, is_of_this_node, is_old
-from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter
+from domino_lm.data.indexed import Array, IndexedDataset, IndexedDatasetWriter
 from domino_lm.data.preprocess.documents import EncodedKey
-
-Array = npt.NDArray[Any]
 
 
 class PartitionedWriter:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from domino_lm.data.preprocess.documents import EncodedBlock, Encoder
 from domino_lm.data.preprocess.inputs import Block, PreprocessError
@@ -21,16 +21,6 @@ BYTES_IN_FLIGHT = 1 << 26
 STOPPING = {signal.SIGTERM, signal.SIGINT}
 
 Recipe = TypeVar("Recipe")
-
-
-class _Workers(Protocol):
-    """Takes blocks, and gives their results back in the order in which they came."""
-
-    def submit(self, block: Block) -> None: ...
-
-    def next_result(self) -> EncodedBlock: ...
-
-    def close(self) -> None: ...
 
 
 def encode_blocks(
@@ -44,7 +34,7 @@ def encode_blocks(
     if workers == 1:
         yield from map(encoder, blocks)
         return
-    pool: _Workers
+    pool: _Threads | _Processes
     pool = _Threads(workers, encoder, lambda: build(recipe)) if encoder.tokenizer.uses_threads else _Processes(workers, build, recipe)
     try:
         in_flight: deque[int] = deque()

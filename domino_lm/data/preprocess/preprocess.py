@@ -16,15 +16,12 @@ import numpy as np
 
 from domino_lm.config.data import TokenizerConfig
 from domino_lm.data.indexed import best_dtype
-from domino_lm.data.preprocess.documents import EncodedBlock, Encoder, OnError
+from domino_lm.data.preprocess.documents import SHOWN_FAULTS, EncodedBlock, Encoder, OnError
 from domino_lm.data.preprocess.inputs import BLOCK_BYTES, PreprocessError, expand_inputs, read_blocks, size_on_disk
 from domino_lm.data.preprocess.outputs import PartitionedWriter
 from domino_lm.data.preprocess.pool import encode_blocks
 from domino_lm.data.preprocess.sentences import SentenceSplitter
 from domino_lm.data.tokenizers.build import build_tokenizer
-
-SHOWN_FAULTS = 5
-"""Skipped lines that are shown in full; the others are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,15 +212,16 @@ def _check(config: PreprocessConfig, paths: list[str]) -> None:
 
 
 def _count(summary: Summary, config: PreprocessConfig, encoded: EncodedBlock, seconds: float) -> None:
-    if encoded.blank_lines and not summary.blank_lines:
-        summary.first_blank_line = encoded.first_blank_line
-        print(f"warning: {encoded.first_blank_line}: blank line skipped; further ones are only counted.", file=sys.stderr)
-    for fault in encoded.faults[: max(0, SHOWN_FAULTS - summary.skipped)]:
+    found = encoded.found
+    if found.blank_lines and not summary.blank_lines:
+        summary.first_blank_line = found.first_blank_line
+        print(f"warning: {found.first_blank_line}: blank line skipped; further ones are only counted.", file=sys.stderr)
+    for fault in found.faults[: max(0, SHOWN_FAULTS - summary.skipped)]:
         print(f"skipped: {fault}", file=sys.stderr)
     summary.documents += encoded.documents
-    summary.blank_lines += encoded.blank_lines
-    summary.skipped += encoded.skipped
-    summary.replaced += encoded.replaced
+    summary.blank_lines += found.blank_lines
+    summary.skipped += found.skipped
+    summary.replaced += found.replaced
     summary.size_bytes += encoded.size_bytes
     summary.read_bytes = encoded.read_bytes
     summary.seconds = seconds

@@ -14,7 +14,7 @@ class NullTokenizer:
 
     uses_threads = False
 
-    def __init__(self, vocab_size: int, eod: int | None = None, pad: int | None = None, extra_eod: bool = False) -> None:
+    def __init__(self, vocab_size: int, eod: int | None = None, extra_eod: bool = False) -> None:
         if vocab_size < 1:
             raise TokenizerError(f"--vocab-size {vocab_size} leaves no id; use at least 1.")
         if extra_eod and eod is not None:
@@ -27,16 +27,16 @@ class NullTokenizer:
                 f"--null-tokenizer-eod-id {eod} is outside --vocab-size {vocab_size}; use 0 to {vocab_size - 1}, or --null-tokenizer-extra-eod."
             )
         self.eod: int | None = self.vocab_size - 1 if eod is None else eod
-        self.pad: int | None = -1 if pad is None else pad
 
     def encode(self, text: str) -> list[int]:
         """Raises TokenizerError if the text is not ids with single spaces between them."""
-        words = text.split(" ")
-        try:
-            return list(map(int, words))
-        except ValueError:
-            bad = next(i for i, word in enumerate(words) if not _is_number(word))
-            raise TokenizerError(f"word {bad + 1} is {words[bad]!r}, not a number; write ids with one space between them") from None
+        ids = []
+        for number, word in enumerate(text.split(" "), start=1):
+            try:
+                ids.append(int(word))
+            except ValueError:
+                raise TokenizerError(f"word {number} is {word!r}, not a number; write ids with one space between them") from None
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """Raises TokenizerError too for an id outside the vocabulary."""
@@ -52,11 +52,3 @@ class NullTokenizer:
 
     def identity(self) -> dict[str, str]:
         return {"type": type(self).__name__, "vocab_size": str(self.vocab_size), "eod": str(self.eod)}
-
-
-def _is_number(word: str) -> bool:
-    try:
-        int(word)
-    except ValueError:
-        return False
-    return True

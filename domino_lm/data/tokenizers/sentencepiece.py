@@ -33,8 +33,8 @@ class SentencePieceTokenizer:
         self._path = tokenizer_model
         self._model: Any = SentencePieceProcessor(model_file=tokenizer_model)
         self.vocab_size: int = self._model.vocab_size()
-        self.eod: int | None = _present(self._model.eos_id())
-        self.pad: int | None = _present(self._model.pad_id())
+        eos: int = self._model.eos_id()
+        self.eod: int | None = eos if eos >= 0 else None
         self._words = WordMemory(self._model) if _words_are_independent(tokenizer_model, self._model) else None
 
     def encode(self, text: str) -> list[int]:
@@ -80,7 +80,6 @@ class LegacySentencePieceTokenizer:
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._space: int = model.piece_to_id(SPACE)
         self.eod: int | None = None
-        self.pad: int | None = None
 
     def encode(self, text: str) -> list[int]:
         parts = self._cut.split(text) if self._cut is not None else [text]
@@ -222,7 +221,3 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 128:
             return value, position
         shift += 7
-
-
-def _present(token_id: int) -> int | None:
-    return token_id if token_id >= 0 else None

@@ -7,8 +7,8 @@ faster tokenizer can be put behind the same seam.
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ PIECE_CHARACTERS = 1 << 20
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
+Item = TypeVar("Item")
 
 
 class TokenizerError(ValueError):
@@ -33,10 +34,6 @@ class Tokenizer(Protocol):
     @property
     def eod(self) -> int | None:
         """Id that ends a document; None when the vocabulary has none."""
-
-    @property
-    def pad(self) -> int | None:
-        """Id that the vocabulary calls padding, None when there is none; short samples are filled up without an id."""
 
     @property
     def uses_threads(self) -> bool:
@@ -59,7 +56,7 @@ def flatten(ids: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
     return np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum())), lengths
 
 
-def cut_long_texts(texts: Sequence[str], border: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
+def _cut_long_texts(texts: Sequence[str], border: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
     """The texts, long ones in pieces of about PIECE_CHARACTERS that begin at a ``border``: number of the text, offset in it, piece.
 
     Encoding a text of many megabytes at once takes up to a hundred times its size in memory. A border must be a place
@@ -71,6 +68,20 @@ def cut_long_texts(texts: Sequence[str], border: re.Pattern[str]) -> Iterator[tu
             yield i, begin, text[begin : found.start()]
             begin = found.start()
         yield i, begin, text[begin:]
+
+
+def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], size: int) -> Iterator[list[Item]]:
+    """Consecutive ``items`` in lists that end with the item by which their sizes reach ``size``."""
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += size_of(item)
+        if total >= size:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def encode_pieces(
@@ -87,26 +98,11 @@ def encode_pieces(
         return encode([spell(text, 0) for text in texts])
     per_text = np.zeros(len(texts), np.int64)
     ids: list[Ids] = []
-    pieces: list[str] = []
-    owners: list[int] = []
-    size = 0
-    for owner, begin, piece in cut_long_texts(texts, border):
-        pieces.append(spell(piece, begin))
-        owners.append(owner)
-        size += len(piece)
-        if size >= PIECE_CHARACTERS:
-            ids.append(_encode_group(encode, pieces, owners, per_text))
-            pieces, owners, size = [], [], 0
-    if pieces:
-        ids.append(_encode_group(encode, pieces, owners, per_text))
+    for group in in_groups(_cut_long_texts(texts, border), lambda cut: len(cut[2]), PIECE_CHARACTERS):
+        found, lengths = encode([spell(piece, begin) for _, begin, piece in group])
+        np.add.at(per_text, [owner for owner, _, _ in group], lengths)
+        ids.append(found)
     return np.concatenate(ids), per_text
-
-
-def _encode_group(encode: Callable[[list[str]], tuple[Ids, Lengths]], pieces: list[str], owners: list[int], per_text: Lengths) -> Ids:
-    """Ids of some pieces; adds their lengths to those of their texts."""
-    ids, lengths = encode(pieces)
-    np.add.at(per_text, owners, lengths)
-    return ids
 
 
 def sha256_of(path: str) -> str:

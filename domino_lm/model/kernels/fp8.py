@@ -71,8 +71,6 @@ def scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: tor
 
     ``precise`` sums in fp32 throughout; otherwise the tensor cores' shorter accumulator may be used.
     """
-    if out is None:
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=not precise)
     return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=not precise, out=out)
 
 

@@ -138,7 +138,7 @@ def encode_file(path: Path, on_error: OnError, tokenizer: Any) -> None:
             assert int(key.lengths.sum()) == key.ids.size
             assert int(key.sequences_per_document.sum()) == key.lengths.size
             assert len(key.sequences_per_document) == encoded.documents
-            assert on_error == "skip" or encoded.skipped == 0
+            assert on_error == "skip" or encoded.found.skipped == 0
     except PreprocessError as error:
         fault = str(error)
     if fault is not None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from domino_lm.data.indexed import IndexedDataset, IndexedDatasetError, IndexedDatasetWriter
-from domino_lm.tools.merge_datasets import MergeError, merge, pairs_in
+from domino_lm.tools.merge_datasets import merge, pairs_in
 
 TOOL = Path(__file__).parents[3] / "tools" / "merge_datasets.py"
 
@@ -43,7 +43,7 @@ def test_other_files_are_named_and_hidden_ones_passed_over(folder: Path) -> None
 @pytest.mark.parametrize("extension", [".bin", ".idx"])
 def test_half_a_pair_is_refused(folder: Path, extension: str) -> None:
     (folder / f"a{extension}").unlink()
-    with pytest.raises(MergeError, match=f"has no {extension} beside it"):
+    with pytest.raises(IndexedDatasetError, match=f"has no {extension} beside it"):
         pairs_in(str(folder))
 
 
@@ -55,13 +55,13 @@ def test_half_a_pair_is_refused_by_the_tool(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_folder_without_pairs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MergeError, match="no pair of"):
+    with pytest.raises(IndexedDatasetError, match="no pair of"):
         pairs_in(str(tmp_path))
 
 
 def test_other_token_types_are_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
     write(folder / "c", [[70000]], np.int32)
-    with pytest.raises(MergeError, match=r"holds int32 tokens, but .* holds uint16"):
+    with pytest.raises(IndexedDatasetError, match=r"holds int32 tokens, but .* holds uint16"):
         merge(pairs_in(str(folder))[0], str(tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
@@ -75,7 +75,7 @@ def test_a_short_token_file_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_the_result_of_an_earlier_run_is_never_merged_into_itself(folder: Path) -> None:
     merge(pairs_in(str(folder))[0], str(folder / "out"))
-    with pytest.raises(MergeError, match="is one of the pairs to merge"):
+    with pytest.raises(IndexedDatasetError, match="is one of the pairs to merge"):
         merge(pairs_in(str(folder))[0], str(folder / "out"))
     assert IndexedDataset(folder / "out").num_documents == 4
 
@@ -108,7 +108,7 @@ def test_a_killed_merge_leaves_nothing_that_opens_and_the_next_one_is_whole(fold
 @pytest.mark.parametrize("extension", [".bin", ".idx"])
 def test_an_output_that_is_a_link_to_an_input_is_refused(folder: Path, tmp_path: Path, extension: str) -> None:
     (tmp_path / f"out{extension}").symlink_to(folder / f"a{extension}")
-    with pytest.raises(MergeError, match="is one of the pairs to merge"):
+    with pytest.raises(IndexedDatasetError, match="is one of the pairs to merge"):
         merge(pairs_in(str(folder))[0], str(tmp_path / "out"))
     assert IndexedDataset(folder / "a").num_tokens == 2
 
@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_no_merged_pair(folder: Path, tmp_path: Path) -> None
     program = (
         "import resource, runpy, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (2, 2))\n"
         f"sys.argv = ['x', '--input', {str(folder)!r}, '--output-prefix', {str(tmp_path / 'out')!r}]\n"
-        f"runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+        f"sys.path[0] = {str(TOOL.parent)!r}\nrunpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (result.returncode, "File too large; free space" in result.stderr) == (1, True)

@@ -260,7 +260,7 @@ def test_a_terminal_gets_a_bar_with_documents_tokens_speed_and_time_left() -> No
 
 def test_the_tool_runs_without_torch() -> None:
     program = (
-        f"import sys, runpy\nsys.argv = ['x', '--help']\ntry: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
+        f"import sys, runpy\nsys.argv, sys.path[0] = ['x', '--help'], {str(TOOL.parent)!r}\ntry: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
         "except SystemExit: assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
