@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -34,7 +33,7 @@ class Draft:
         self._path = target.with_name(f"{target.name}{draft_suffix()}")
         self.file: IO[bytes] = self._open_locked()
         try:
-            for other in _drafts_of(target):
+            for other in target.parent.glob(f"{glob.escape(target.name)}.tmp-*-*"):
                 if other != self._path and _is_abandoned(other):
                     other.unlink(missing_ok=True)
         except BaseException:
@@ -82,10 +81,6 @@ def is_old(path: Path) -> bool:
 
 def _node() -> str:
     return re.sub(r"[^\w.]", "_", platform.node()) or "node"
-
-
-def _drafts_of(target: Path) -> Iterator[Path]:
-    return target.parent.glob(f"{glob.escape(target.name)}.tmp-*-*")
 
 
 def _is_abandoned(path: Path) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from domino_lm.checkpoint import megatron_state
 from domino_lm.checkpoint.blocks import OPTIMIZER_PREFIX, Block, blocks_of, plan_reads, read_blocks, write_blocks
 from domino_lm.checkpoint.convert.stored_model import StoredModel, tensors
-from domino_lm.checkpoint.folder import BACKEND_FILE, STATE_FILE
+from domino_lm.checkpoint.folder import BACKEND_FILE, STATE_FILE, Kind
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
 from domino_lm.checkpoint.megatron_distributed import COMMON_FILE, MASTER_PREFIX, read_common
 from domino_lm.checkpoint.megatron_legacy import Role
@@ -47,38 +47,26 @@ def read_native(path: Path) -> StoredModel:
         raise CheckpointError(
             f"{path} holds --model {model.model}; only GPT and LLaMA are converted, other models stay in native checkpoints"
         )
-    model = replace(model, vocab_size=record["vocab_size"])
-    table = word_embeddings(path, metadata)
-    rows = table.size[0]
-    softmax_rows = record["softmax_rows"] or (record["vocab_size"] if model.mask_padded_vocab else rows)
-    return StoredModel(
-        kind="native",
-        path=path,
-        model=model,
-        vocab_rows=rows,
-        softmax_rows=softmax_rows,
-        dtype=table.properties.dtype,
-        iteration=record["iteration"],
-        optimizer_steps=record["optimizer_steps"] if _has_moments(metadata) else None,
-        state=state,
-        read=_reader(path, metadata, rows),
-    )
+    return _stored("native", path, metadata, record, replace(model, vocab_size=record["vocab_size"]))
 
 
 def read_torch_dist(path: Path, model: ModelConfig | None = None) -> StoredModel:
     """A torch_dist checkpoint of Megatron's; ``model`` is used if it holds no arguments."""
     metadata = read_metadata(path)
     record = read_megatron_record(path, metadata)
-    common = read_common(path, metadata)
+    model = model or megatron_state.read_model(read_common(path, metadata), str(path))
+    return _stored("megatron-torch_dist", path, metadata, record, replace(model, vocab_size=model.vocab_size or record["softmax_rows"]))
+
+
+def _stored(kind: Kind, path: Path, metadata: Metadata, record: Mapping[str, Any], model: ModelConfig) -> StoredModel:
     table = word_embeddings(path, metadata)
     rows = table.size[0]
-    model = model or megatron_state.read_model(common, str(path))
     return StoredModel(
-        kind="megatron-torch_dist",
+        kind=kind,
         path=path,
-        model=replace(model, vocab_size=model.vocab_size or rows),
+        model=model,
         vocab_rows=rows,
-        softmax_rows=rows,
+        softmax_rows=record["softmax_rows"] or (record["vocab_size"] if model.mask_padded_vocab else rows),
         dtype=table.properties.dtype,
         iteration=record["iteration"],
         optimizer_steps=record["optimizer_steps"] if _has_moments(metadata) else None,

@@ -127,32 +127,31 @@ class _Tensors:
             names = sorted(set(_read_json(folder / INDEX_FILE).get("weight_map", {}).values()))
         else:
             names = sorted(file.name for file in folder.glob("*.safetensors"))
-        self._place: dict[str, str] = {}
-        self._open: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
         for name in names:
             if Path(name).name != name:
                 raise CheckpointError(f"{folder / INDEX_FILE}: data file {name!r} lies outside the folder")
             try:
-                self._open[name] = safe_open(folder / name, framework="pt")
+                file = safe_open(folder / name, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{folder / name}: not a safetensors file, or damaged ({error})") from error
-            self._place |= dict.fromkeys(self._open[name].keys(), name)
+            self._files |= dict.fromkeys(file.keys(), file)
 
     def get(self, name: str) -> Tensor:
         """The tensor ``name``; older GPT-2 files leave out the ``transformer.`` in front."""
-        found = self._found(name)
-        tensor: Tensor = self._open[self._place[found]].get_tensor(found)
+        file, found = self._found(name)
+        tensor: Tensor = file.get_tensor(found)
         return tensor
 
     def shape(self, name: str) -> list[int]:
         """Its shape, without reading it."""
-        found = self._found(name)
-        return list(self._open[self._place[found]].get_slice(found).get_shape())
+        file, found = self._found(name)
+        return list(file.get_slice(found).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
         """Its data type, without reading it."""
-        found = self._found(name)
-        kind = self._open[self._place[found]].get_slice(found).get_dtype()
+        file, found = self._found(name)
+        kind = file.get_slice(found).get_dtype()
         if kind not in _DTYPES:
             raise CheckpointError(f"{self.folder}: {found} is of type {kind}; {', '.join(_DTYPES)} are read")
         return _DTYPES[kind]
@@ -160,12 +159,13 @@ class _Tensors:
     @property
     def names(self) -> list[str]:
         """Every tensor of the folder."""
-        return list(self._place)
+        return list(self._files)
 
-    def _found(self, name: str) -> str:
+    def _found(self, name: str) -> tuple[Any, str]:
+        """The file that holds ``name``, and what it is called there."""
         for candidate in (name, name.removeprefix("transformer.")):
-            if candidate in self._place:
-                return candidate
+            if candidate in self._files:
+                return self._files[candidate], candidate
         raise CheckpointError(f"{self.folder}: its config.json asks for {name}, which no safetensors file there holds")
 
 

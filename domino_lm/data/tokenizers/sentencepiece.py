@@ -8,11 +8,12 @@ text.
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from domino_lm.data.tokenizers.tokenizer import Ids, Lengths, TokenizerError, encode_pieces, flatten, sha256_of
+from domino_lm.data.tokenizers.tokenizer import Ids, Lengths, encode_pieces, flatten, sha256_of
 
 SPACE = "\u2581"  # SentencePiece's visible space
 BETWEEN_SPACES = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
@@ -179,9 +180,9 @@ def _words_are_independent(path: str, model: Any) -> bool:
     So it is in BPE models that change no character, keep all spaces, put one before a text, spell unknown characters in
     bytes, and have no piece with a space behind another character.
     """
-    with open(path, "rb") as file:
-        fields = _messages(file.read())
-    trainer, normalizer = _messages(fields.get(2, b"")), _messages(fields.get(3, b""))
+    # The classes that sentencepiece brings for its messages ask for a protobuf as new as itself.
+    model_fields = _fields(Path(path).read_bytes())
+    trainer, normalizer = _fields(model_fields.get(2, b"")), _fields(model_fields.get(3, b""))
     plain_text = not normalizer.get(2) and normalizer.get(4, 1) == 0 and normalizer.get(3, 1) == 1 and normalizer.get(5, 1) == 1
     if trainer.get(3, 1) != BPE or not trainer.get(35, 0) or trainer.get(24, 0) or not plain_text:
         return False
@@ -191,33 +192,9 @@ def _words_are_independent(path: str, model: Any) -> bool:
     return not any(SPACE in piece.lstrip(SPACE) for piece in pieces)
 
 
-def _messages(data: bytes) -> dict[int, Any]:
-    """Last value of each field of a protocol-buffers message: integers, or bytes."""
-    fields: dict[int, Any] = {}
-    position = 0
-    while position < len(data):
-        key, position = _varint(data, position)
-        kind = key & 7
-        if kind == 0:
-            fields[key >> 3], position = _varint(data, position)
-        elif kind == 2:
-            size, position = _varint(data, position)
-            fields[key >> 3] = data[position : position + size]
-            position += size
-        elif kind in (1, 5):
-            position += 8 if kind == 1 else 4
-        else:
-            raise TokenizerError("this is not a SentencePiece model")
-    return fields
+def _fields(message: bytes) -> dict[int, Any]:
+    """Last value of each field of a protocol-buffers message, by the field's number: integers, or bytes."""
+    from google.protobuf.empty_pb2 import Empty
+    from google.protobuf.unknown_fields import UnknownFieldSet
 
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """An integer of variable length, and the position behind it."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, position
-        shift += 7
+    return {field.field_number: field.data for field in UnknownFieldSet(Empty.FromString(message))}
