@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -41,9 +41,7 @@ from domino_lm.checkpoint.source import (
     vocab_size_of,
 )
 from domino_lm.parallel.collectives import Communicator
-
-if TYPE_CHECKING:
-    from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.parallel.mesh import ParallelMesh
 
 SHARDED_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _OUT_OF_SPACE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))

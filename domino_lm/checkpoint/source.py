@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from domino_lm.checkpoint.megatron_distributed import MASTER_PREFIX, read_common
 from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint, Role
 from domino_lm.checkpoint.megatron_state import arithmetic_of, optimizer_steps, read_state
 from domino_lm.model.head import Head
+from domino_lm.model.parameter import Parameter
 from domino_lm.parallel.collectives import Communicator
-
-if TYPE_CHECKING:
-    from domino_lm.model.parameter import Parameter
 
 FORMAT_VERSION = 1
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"

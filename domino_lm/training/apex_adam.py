@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.settings import ConfigError
 from domino_lm.model.kernels.apex import find
-
-if TYPE_CHECKING:
-    from domino_lm.config.kernels import KernelConfig
 
 CHUNK = 2048 * 32
 """Elements of a thread block's share, Apex's own choice."""

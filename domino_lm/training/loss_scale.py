@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from domino_lm.config.precision import PrecisionConfig
+from domino_lm.config.precision import PrecisionConfig
 
 GROWTH, BACKOFF = 2.0, 0.5
-SCALE, GROWTH_TRACKER, HYSTERESIS_TRACKER = STATE = ("scale", "growth_tracker", "hysteresis_tracker")
+SCALE, GROWTH_TRACKER, HYSTERESIS_TRACKER = ("scale", "growth_tracker", "hysteresis_tracker")
 """What a checkpoint holds of it, by Megatron's names."""
 
 

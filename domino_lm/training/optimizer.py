@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-if TYPE_CHECKING:
-    from domino_lm.config.settings import OptimizerConfig
-    from domino_lm.model.parameter import Parameter
-    from domino_lm.parallel.buckets import GradientBuckets
-    from domino_lm.parallel.collectives import Communicator
-    from domino_lm.training.loss_scale import LossScale
+from domino_lm.config.settings import OptimizerConfig
+from domino_lm.model.parameter import Parameter
+from domino_lm.parallel.buckets import GradientBuckets
+from domino_lm.parallel.collectives import Communicator
+from domino_lm.training.loss_scale import LossScale
 
 WIDENED_ELEMENTS = 2**24
 """Elements whose narrow state is widened at a time: 64 MiB of fp32 for each of gradients and moments."""
