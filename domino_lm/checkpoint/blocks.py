@@ -4,8 +4,6 @@ A key names one global tensor; the layers of a model share it, stacked along a l
 reads blocks of it, so a checkpoint does not depend on the parallel sizes that it was saved with.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

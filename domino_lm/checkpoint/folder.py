@@ -1,7 +1,5 @@
 """Which checkpoint a folder holds: its kind, the iteration to take, and whether all of it is there."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -4,8 +4,6 @@ PyTorch reads this file with plain pickle, which calls whatever the file names. 
 become inert records, any other name is an error, and the index is rebuilt from the records with every field checked.
 """
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Megatron's ``--ckpt-format torch_dist`` beside its tensors: the state that all ranks share, in whichever place its version keeps it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

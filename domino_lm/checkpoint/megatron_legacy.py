@@ -1,12 +1,10 @@
 """Megatron's ``--ckpt-format torch``: a folder with one file for each tensor-parallel rank, read as unsharded tensors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -52,7 +50,7 @@ class LegacyCheckpoint:
         self._ranks = ranks
 
     @classmethod
-    def open(cls, path: Path) -> LegacyCheckpoint:
+    def open(cls, path: Path) -> Self:
         """Map all files in ``path``. Raises CheckpointError if one is missing, damaged, or in a form that is not read."""
         fault = incomplete(path)
         if fault is not None:

@@ -1,7 +1,5 @@
 """What Megatron's checkpoints say beside tensors: its arguments and its schedule, as settings and state of this program, and back."""
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Bringing a finished folder under its final name: on disk first, then renamed, then named by the tracker."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

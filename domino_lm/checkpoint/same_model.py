@@ -1,7 +1,5 @@
 """What a resumed run takes from its checkpoint, and whether the checkpoint's model is the one of the run that loads it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@
     save/iter_0000020.tmp-<id>/               a save under way, or one that was interrupted; never loaded
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

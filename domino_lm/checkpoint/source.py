@@ -1,7 +1,5 @@
 """An opened checkpoint of any kind, checked against a run's model and ready to fill it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

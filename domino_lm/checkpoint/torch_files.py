@@ -4,8 +4,6 @@ Megatron's files name classes of its own, of argparse, numpy and signal. Each su
 what the file would have given the class; any other name that PyTorch does not know as safe is an error.
 """
 
-from __future__ import annotations
-
 import pickle
 from io import BytesIO
 from pathlib import Path

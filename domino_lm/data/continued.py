@@ -4,8 +4,6 @@ What a checkpoint keeps of the data is, for each source, how many of its samples
 (`DataRecord`). No rank, batch or layout occurs in it, so all of these may change between two parts of a run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -13,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -60,7 +58,7 @@ class DataRecord:
         return asdict(self)
 
     @classmethod
-    def of_state(cls, state: dict[str, Any]) -> DataRecord:
+    def of_state(cls, state: dict[str, Any]) -> Self:
         """The inverse of `state_dict`."""
 
         def records(name: str) -> tuple[SourceRecord, ...]:

@@ -1,7 +1,5 @@
 """Gradient memory: flat buckets that parameters' ``main_grad`` are views of, and what each data-parallel rank owns of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 

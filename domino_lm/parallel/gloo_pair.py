@@ -1,7 +1,5 @@
 """Collectives of two CPU ranks, as one message each way on connections that carry one direction only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -57,7 +55,7 @@ class PairCommunicator(Communicator):
         super().leave()
         self._ways = ()
 
-    def _exchange(self, sent: Tensor, received: Tensor) -> _Exchange:
+    def _exchange(self, sent: Tensor, received: Tensor) -> "_Exchange":
         """Begin to send ``sent`` and to fill ``received``, both contiguous."""
         assert sent.is_contiguous(), f"a collective needs a contiguous buffer, not strides {sent.stride()}"
         messages = [(self._peer, received), (self.rank, sent)]

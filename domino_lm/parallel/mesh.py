@@ -1,12 +1,10 @@
 """The grid of ranks: tensor-parallel neighbours inside, data-parallel replicas across."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,7 +25,7 @@ class ParallelMesh:
     device: torch.device
 
     @classmethod
-    def create(cls, parallel: ParallelConfig, device: torch.device | None = None, kernels: KernelConfig | None = None) -> ParallelMesh:
+    def create(cls, parallel: ParallelConfig, device: torch.device | None = None, kernels: KernelConfig | None = None) -> Self:
         """Join the ranks that torchrun started, or stand alone as one plain process.
 
         Reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``. Rank r is tensor-parallel rank ``r % t`` of replica ``r // t``.
@@ -49,9 +47,7 @@ class ParallelMesh:
         return cls.from_world(parallel.tensor_model_parallel_size, device, timeout, kernels if backend == "nccl" else None)
 
     @classmethod
-    def from_world(
-        cls, tp_size: int, device: torch.device, timeout: timedelta | None = None, nccl: KernelConfig | None = None
-    ) -> ParallelMesh:
+    def from_world(cls, tp_size: int, device: torch.device, timeout: timedelta | None = None, nccl: KernelConfig | None = None) -> Self:
         """Split torch.distributed's process group into TP groups of ``tp_size`` and DP groups across them.
 
         ``nccl`` holds the options of NCCL groups, if the groups use NCCL.
@@ -64,7 +60,7 @@ class ParallelMesh:
         return cls(Communicator(rank, size, dist.group.WORLD), tp, dp, device)
 
     @classmethod
-    def single(cls, device: torch.device) -> ParallelMesh:
+    def single(cls, device: torch.device) -> Self:
         """This process alone; needs no torch.distributed."""
         alone = Communicator.single()
         return cls(alone, alone, alone, device)
@@ -80,7 +76,7 @@ class ParallelMesh:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def __enter__(self) -> ParallelMesh:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -5,10 +5,9 @@ columns, ranks or schedule, and recomputing a part needs no saved generator stat
 of their own name. Two rounds of multiply and xor-shift follow the pattern of MurmurHash3's finaliser (Appleby, 2011).
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -50,11 +49,11 @@ class DropoutKey:
     samples: Tensor  # [b] int64, numbered over the global batch
     tokens: Tensor  # [s] int64
 
-    def of_samples(self, start: int, size: int) -> DropoutKey:
+    def of_samples(self, start: int, size: int) -> Self:
         """The key of ``size`` samples from ``start``."""
         return replace(self, samples=self.samples[start : start + size])
 
-    def of_tokens(self, start: int, size: int) -> DropoutKey:
+    def of_tokens(self, start: int, size: int) -> Self:
         """The key of ``size`` tokens of every sample from ``start``."""
         return replace(self, tokens=self.tokens[start : start + size])
 

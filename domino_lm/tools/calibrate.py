@@ -4,8 +4,6 @@ python tools/calibrate.py --output laptop.json                              # co
 torchrun --nproc-per-node 2 tools/calibrate.py --output laptop.json         # and the link between two ranks
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

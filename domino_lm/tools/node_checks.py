@@ -1,7 +1,5 @@
 """Whether the nodes of a job are fit for it: all ranks check together and get the same report."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -3,8 +3,6 @@
 Several traces, a measured and a predicted one say, share a page: ``plot_timeline.py measured.json predicted.json --html``.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ other, latency and bandwidth of every group, whether folders are shared, and fre
 1: not, and the last line says why; 2: wrong flags. No stage takes longer than --timeout-seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

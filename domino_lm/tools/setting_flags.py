@@ -1,7 +1,5 @@
 """Flags of tools, made from the fields of the settings that they fill in."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterable
 from dataclasses import fields, replace

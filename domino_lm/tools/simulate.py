@@ -8,8 +8,6 @@ All flags of training are understood; those below are added. Without --tensor-mo
 model's widths allow share it. --timeline FILE.json draws the predicted step; --print-plan prints its plan instead of predicting it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Many predictions at once: a grid of layouts and slicings, simulated in parallel, as rows of a table and a picture."""
 
-from __future__ import annotations
-
 import csv
 import multiprocessing
 from collections.abc import Iterator, Sequence

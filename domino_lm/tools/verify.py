@@ -7,8 +7,6 @@ initial weights and on the same samples; prints loss, gradient norm and the tens
 Exit code 0: all is normal; 3: something is not; 2: wrong flags.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

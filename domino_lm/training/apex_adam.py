@@ -1,7 +1,5 @@
 """AdamW by NVIDIA Apex's fused kernel, under the signature of PyTorch's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any

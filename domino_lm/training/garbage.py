@@ -1,9 +1,8 @@
 """Garbage collection at the edge of a step, on all ranks alike."""
 
-from __future__ import annotations
-
 import gc
 from types import TracebackType
+from typing import Self
 
 
 class GarbageCollection:
@@ -16,7 +15,7 @@ class GarbageCollection:
         self._manual, self._interval = manual, interval
         self._was_on = True
 
-    def __enter__(self) -> GarbageCollection:
+    def __enter__(self) -> Self:
         if self._manual:
             self._was_on = gc.isenabled()
             gc.disable()

@@ -1,8 +1,6 @@
 """The loss scale: small gradients are multiplied into the range of fp16, and the scale follows what overflows."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +30,7 @@ class LossScale:
         self._patience = torch.full((), hysteresis, dtype=torch.int64, device=device)
 
     @classmethod
-    def of(cls, precision: PrecisionConfig, device: torch.device) -> LossScale | None:
+    def of(cls, precision: PrecisionConfig, device: torch.device) -> Self | None:
         """The one that settings ask for; None if the loss is not scaled."""
         if not precision.scales_loss:
             return None

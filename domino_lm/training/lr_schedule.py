@@ -1,11 +1,9 @@
 """Learning rate as a function of the samples seen. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from domino_lm.config.batch_plan import BatchPlan
 from domino_lm.config.settings import ConfigError, OptimizerConfig
@@ -27,7 +25,7 @@ class LearningRateShape:
     wsd_samples: int | None = None
 
     @classmethod
-    def from_config(cls, optimizer: OptimizerConfig, batch_plan: BatchPlan) -> LearningRateShape:
+    def from_config(cls, optimizer: OptimizerConfig, batch_plan: BatchPlan) -> Self:
         """Iterations count as many full batches; without ``lr_decay_iters`` or ``lr_decay_samples`` the decay lasts as long as the run."""
         whole = batch_plan.iterations * batch_plan.full if batch_plan.train_samples is None else batch_plan.train_samples
         decay = _in_samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch_plan.full) or whole

@@ -1,10 +1,8 @@
 """AdamW with Megatron's decay groups, fed from ``main_grad``, and the global gradient norm over tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ class Piece:
     gradient: Tensor | None = None
 
     @classmethod
-    def of(cls, parameter: Parameter, start: int = 0, stop: int | None = None, gradient: Tensor | None = None) -> Piece:
+    def of(cls, parameter: Parameter, start: int = 0, stop: int | None = None, gradient: Tensor | None = None) -> Self:
         """All of a parameter, or elements that this rank owns; its ``main`` begins as the weights are."""
         piece = cls(parameter, start, parameter.numel() if stop is None else stop, parameter.detach(), gradient)
         return replace(piece, main=piece.weights.to(torch.promote_types(parameter.dtype, torch.float32)))

@@ -1,10 +1,8 @@
 """The data sets of a run, and the micro-batches that one data-parallel rank reads from them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -32,7 +30,7 @@ class RunData:
     test: Dataset | None
 
     @classmethod
-    def build(cls, run: RunConfig, tokenizer: Tokenizer | None, mesh: ParallelMesh) -> RunData:
+    def build(cls, run: RunConfig, tokenizer: Tokenizer | None, mesh: ParallelMesh) -> Self:
         """Open the data; training gets every sample of the whole run, an evaluation split those of one evaluation.
 
         ``run.model.vocab_size`` must be resolved. Raises DatasetError if the data cannot give the samples.
@@ -81,7 +79,7 @@ class RunData:
 
     def resume_from(
         self, position: dict[str, Any] | None, consumed_samples: int, end: int, settings: DataConfig
-    ) -> tuple[RunData, str | None]:
+    ) -> tuple[Self, str | None]:
         """The data resumed from a checkpoint's ``position`` up to sample ``end``, and a line for the log, or None."""
         if position is None or settings.dataloader_type != "single" or consumed_samples == 0 or isinstance(self.train, ContinuedDataset):
             return self, None

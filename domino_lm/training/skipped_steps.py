@@ -1,7 +1,5 @@
 """Steps that are not finite: which of them count, and when they end a run."""
 
-from __future__ import annotations
-
 import math
 
 from domino_lm.config.settings import TrainingConfig

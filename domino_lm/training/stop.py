@@ -1,11 +1,9 @@
 """Ending a run early, at the edge of a step, on all ranks alike."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 
 class Asked(NamedTuple):
@@ -29,7 +27,7 @@ class StopSignal:
         self.asked = False
         self._before: Any = None
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._ask)
         return self

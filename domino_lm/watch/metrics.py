@@ -1,7 +1,5 @@
 """What a run reports of its steps, and Megatron's log lines."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from datetime import datetime

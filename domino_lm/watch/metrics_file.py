@@ -1,13 +1,11 @@
 """Steps and evaluations as JSON lines, for scripts. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import warnings
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 
 class MetricsFile:
@@ -20,7 +18,7 @@ class MetricsFile:
         self._file: IO[str] | None = file
 
     @classmethod
-    def open(cls, path: str, iteration: int) -> MetricsFile | None:
+    def open(cls, path: str, iteration: int) -> Self | None:
         """Go on in ``path``, without its lines beyond ``iteration``, which are of a run that is now resumed; None, with a warning,
         if it cannot be written."""
         try:

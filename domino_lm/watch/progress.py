@@ -1,7 +1,5 @@
 """A run on the terminal: a bar that moves, above which Megatron's lines scroll."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

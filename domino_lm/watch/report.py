@@ -1,7 +1,5 @@
 """A timeline as one self-contained HTML page, ``report.html`` with data: pan, zoom, and read every op. It loads nothing else."""
 
-from __future__ import annotations
-
 import html
 import json
 from collections.abc import Iterable

@@ -1,12 +1,10 @@
 """TensorBoard events under Megatron's tags."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from domino_lm.watch.metrics import StepReport, perplexity
 
@@ -23,7 +21,7 @@ class TensorBoardLog:
         self._world_size = world_size
 
     @classmethod
-    def open(cls, folder: str, iteration: int, consumed_samples: int, world_size: int | None = None) -> TensorBoardLog | None:
+    def open(cls, folder: str, iteration: int, consumed_samples: int, world_size: int | None = None) -> Self | None:
         """Write events into ``folder``, made if it is missing; points beyond ``iteration``, of the run that is now resumed, are removed.
 
         ``world_size`` is recorded if it is given. None, with a warning, if the folder cannot be written.

@@ -1,11 +1,9 @@
 """Weights & Biases, if it is installed and asked for."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 
 class WandbLog:
@@ -15,7 +13,7 @@ class WandbLog:
         self._run = run
 
     @classmethod
-    def open(cls, project: str, name: str | None, folder: str | None, settings: Mapping[str, object]) -> WandbLog | None:
+    def open(cls, project: str, name: str | None, folder: str | None, settings: Mapping[str, object]) -> Self | None:
         """Start a run; None, with a warning, if the package is missing or refuses."""
         try:
             import wandb

@@ -1,7 +1,5 @@
 """From a checkpoint of any kind to one of another, whole or not at all."""
 
-from __future__ import annotations
-
 import shutil
 import uuid
 from collections.abc import Callable

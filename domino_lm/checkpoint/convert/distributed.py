@@ -1,7 +1,5 @@
 """Native and Megatron's torch_dist checkpoints, read and written whole: the same tensors beside other records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Folders of Hugging Face models: config.json and safetensors files, read and written tensor by tensor."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping
@@ -61,7 +59,7 @@ def read_hugging_face(path: Path) -> StoredModel:
     )
 
 
-def _refuse_unread(path: Path, layout: Layout, files: _Tensors) -> None:
+def _refuse_unread(path: Path, layout: Layout, files: "_Tensors") -> None:
     """Raise CheckpointError if the folder holds weights that the model of its config.json does not have."""
     used = {piece for spec in parameter_specs(layout.model) for piece, _ in layout.pieces(spec.name)}
     used |= {name.removeprefix("transformer.") for name in used}

@@ -1,7 +1,5 @@
 """Names, layouts and settings of Hugging Face's GPT-2 and LLaMA against Megatron's."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

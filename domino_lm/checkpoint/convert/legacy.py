@@ -1,7 +1,5 @@
 """Megatron's legacy checkpoints, read and written whole: one file for each tensor-parallel rank."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """NVIDIA Apex behind the seams: weight gradients that accumulate in their GEMM, fused and persistent norms."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """PyTorch's fused attention: a whole causal row, or one row of a sequence against all keys so far."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

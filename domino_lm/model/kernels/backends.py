@@ -4,8 +4,6 @@ Nothing is looked up on the machine but Python modules and what PyTorch says of 
 is searched for, and the same code serves both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module

@@ -1,7 +1,5 @@
 """torch.compile behind the seam: each pure function between GEMMs becomes one graph, shared by all layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -5,12 +5,10 @@ activations and E5M2 for gradients, *e4m3* takes it for all three. Weights stay 
 once per step. Gradients of weights are formed in fp32 and accumulated as everywhere.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +30,7 @@ class Fp8Format:
     gradient: torch.dtype
 
     @classmethod
-    def of(cls, name: str, device: torch.device) -> Fp8Format:
+    def of(cls, name: str, device: torch.device) -> Self:
         """``hybrid`` or ``e4m3``; AMD's first 8-bit units (gfx94) have types of their own, without negative zero."""
         e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
         if device.type == "cuda" and torch.version.hip and "gfx94" in torch.cuda.get_device_properties(device).gcnArchName:

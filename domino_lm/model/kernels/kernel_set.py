@@ -1,7 +1,5 @@
 """The kernels of a part, chosen once when a run is built."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The arithmetic of parts between GEMMs, as pure functions of tensors, which a compiler or another library can replace."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """NVIDIA Transformer Engine behind the fp8 seam: scales, rounds and transposes a matrix in its fused kernels."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
