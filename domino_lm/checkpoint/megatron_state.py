@@ -12,7 +12,7 @@ from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.torch_files import values_of
 from domino_lm.config.megatron_flags import megatron_flags
 from domino_lm.config.settings import ModelConfig
-from domino_lm.model.canonical import without_redundant_settings
+from domino_lm.model.families.transformer import without_redundant_settings
 
 CHECKPOINT_VERSION = 3.0
 LOSS_SCALE = ("scale", "growth_tracker", "hysteresis_tracker")

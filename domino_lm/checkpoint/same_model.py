@@ -11,7 +11,7 @@ from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint
 from domino_lm.checkpoint.megatron_state import read_model
 from domino_lm.checkpoint.source import read_native_record
 from domino_lm.config.settings import ConfigError, ModelConfig
-from domino_lm.model.canonical import RESOLVED, without_redundant_settings
+from domino_lm.model.families.transformer import RESOLVED, without_redundant_settings
 
 LEFT_OPEN_TO_RESUME = {
     "attention_dropout",

@@ -26,7 +26,7 @@ from domino_lm.checkpoint.torch_files import load_torch_file, values_of
 from domino_lm.config.settings import CheckpointConfig, ConfigError, OptimizerConfig
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.build import build_stack
-from domino_lm.model.canonical import without_redundant_settings
+from domino_lm.model.families.transformer import without_redundant_settings
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.training.optimizer import Optimizer

@@ -38,7 +38,6 @@ WITHOUT_TORCH = [
     "data.gpt_dataset",
     "data.tokenizers.build",
     "data.preprocess.preprocess",
-    "model.canonical",
     "model.families.lookup",
     "model.family",
     "model.shapes",

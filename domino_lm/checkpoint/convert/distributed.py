@@ -22,7 +22,7 @@ from domino_lm.checkpoint.publish import sync_file, write_synced
 from domino_lm.checkpoint.save_load import SHARDED_BACKEND, native_record, write_native_files
 from domino_lm.checkpoint.source import WORD_EMBEDDINGS, prefix_of, read_megatron_record, read_native_record, word_embeddings
 from domino_lm.config.settings import ModelConfig
-from domino_lm.model.canonical import without_redundant_settings
+from domino_lm.model.families.transformer import without_redundant_settings
 from domino_lm.model.parameter import ParameterSpec
 from domino_lm.parallel.collectives import Communicator
 

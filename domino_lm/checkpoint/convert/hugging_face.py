@@ -17,7 +17,7 @@ from domino_lm.checkpoint.convert.stored_model import StoredModel, parameter_spe
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.megatron_legacy import Role
 from domino_lm.checkpoint.publish import sync_file, write_synced
-from domino_lm.model.canonical import without_redundant_settings
+from domino_lm.model.families.transformer import without_redundant_settings
 from domino_lm.model.parameter import ParameterSpec
 
 CONFIG_FILE = "config.json"

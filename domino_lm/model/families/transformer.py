@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
+from domino_lm.config.settings import ModelConfig
 from domino_lm.model.family import Family, divisors, either
 from domino_lm.model.shapes import PartShape, Rank, Traffic, embedding_shape, head_shape, norm_shape, sharded_shape
 
 if TYPE_CHECKING:
     from domino_lm.model.parameter import ParameterFactory
     from domino_lm.model.stack import Stack
+
+RESOLVED = {
+    "ffn_hidden_size": "ffn_width",
+    "kv_channels": "head_width",
+    "num_query_groups": "query_groups",
+    "max_position_embeddings": "position_rows",
+}
+"""Settings that may be left to others, and the property that holds their value then."""
 
 
 class Transformer(Family):
@@ -127,3 +137,13 @@ def _copied_heads(mid: int, grouped: int, turned: bool, explicit: bool, rank: Ra
     if rank.composes_kernels and grouped < mid:
         return (3 if turned else 2) * mid
     return mid + grouped if turned and not rank.fused else 0
+
+
+def without_redundant_settings(model: ModelConfig) -> ModelConfig:
+    """``model`` with each setting at its default that says no more than the default does, or that GPT or LLaMA does not read."""
+    defaults: dict[str, Any] = {item.name: item.default for item in fields(ModelConfig)}
+    for name, resolved in RESOLVED.items():
+        shorter = replace(model, **{name: defaults[name]})
+        model = shorter if getattr(model, resolved) == getattr(shorter, resolved) else model
+    unread = Transformer(model).unread() if model.model is None else ()
+    return replace(model, **{name: defaults[name] for name in unread})

@@ -10,11 +10,10 @@ from domino_lm.model.embedding import Embedding
 from domino_lm.model.head import Head
 from domino_lm.model.mlp import GatedMlp, GeluMlp
 from domino_lm.model.norm import NormPart
-from domino_lm.model.parameter import Parameter, ParameterFactory
+from domino_lm.model.parameter import Parameter, ParameterFactory, Weights
 from domino_lm.model.part import ShardedPart
 from domino_lm.model.rope import rotation_table
 from domino_lm.model.stack import Stack
-from domino_lm.model.weights import Weights
 
 
 class TransformerBuilder:
