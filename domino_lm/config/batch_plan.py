@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from domino_lm.config.settings import RunConfig
@@ -61,6 +61,10 @@ class BatchPlan:
     @cached_property
     def _length(self) -> tuple[int, int]:
         return self.end(0, 0)
+
+    def samples_in(self, iterations: int) -> int:
+        """Samples that the first ``iterations`` steps read."""
+        return replace(self, train_iters=iterations, train_samples=None).samples
 
     def end(self, steps: int, samples: int) -> tuple[int, int]:
         """Steps and samples of the whole run when ``steps`` and ``samples`` are done: those of the ramp one by one, the others at once."""

@@ -229,7 +229,7 @@ class OptimizerConfig:
     """Shape of the decay after the warm-up, linear by default as in Megatron (presets take cosine); WSD (warm-up, stable, decay) holds the peak and decays over its last --lr-wsd-decay-iters."""
 
     lr_decay_iters: PositiveInt | None = None
-    """Iterations until the minimum is reached; None takes --train-iters."""
+    """Iterations until the minimum is reached, those of a batch ramp among them; None takes --train-iters."""
 
     lr_decay_samples: PositiveInt | None = None
     """The same in samples; None takes the length of the run."""

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 from domino_lm.config.batch_plan import BatchPlan
@@ -26,19 +27,26 @@ class LearningRateShape:
 
     @classmethod
     def from_config(cls, optimizer: OptimizerConfig, batch_plan: BatchPlan) -> Self:
-        """Iterations count as many full batches; without ``lr_decay_iters`` or ``lr_decay_samples`` the decay lasts as long as the run."""
-        whole = batch_plan.iterations * batch_plan.full if batch_plan.train_samples is None else batch_plan.train_samples
-        decay = _in_samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch_plan.full) or whole
-        fraction = optimizer.lr_warmup_fraction
-        given = _in_samples(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch_plan.full) or 0
+        """Lengths in iterations become the samples that the run reads in them, while the batch ramps up too.
+
+        Without ``lr_decay_iters`` or ``lr_decay_samples`` the decay lasts as long as the run.
+        """
+        decay_iters = optimizer.lr_decay_iters or batch_plan.train_iters
+        decay = optimizer.lr_decay_samples or batch_plan.train_samples
+        if decay_iters is not None:
+            decay = batch_plan.samples_in(decay_iters)
+        assert decay is not None, "checks.check_run asks for a length in one of the units"
+        warmup = optimizer.lr_warmup_samples or batch_plan.samples_in(optimizer.lr_warmup_iters)
+        fraction, anneal = optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_samples
+        if optimizer.lr_wsd_decay_iters is not None and decay_iters is not None:
+            anneal = decay - batch_plan.samples_in(decay_iters - optimizer.lr_wsd_decay_iters)
         is_wsd = optimizer.lr_decay_style == "WSD"
-        anneal = _in_samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch_plan.full)
         return cls(
             peak=optimizer.lr,
             minimum=optimizer.min_lr,
             initial=optimizer.lr_warmup_init,
             style=optimizer.lr_decay_style,
-            warmup_samples=given if fraction is None else fraction * decay,
+            warmup_samples=warmup if fraction is None else fraction * decay,
             decay_samples=decay,
             wsd_style=optimizer.lr_wsd_decay_style if is_wsd else None,
             wsd_samples=anneal if is_wsd else None,
@@ -74,10 +82,6 @@ SHARES: Mapping[str, Callable[[float], float]] = {
 }
 
 
-def _in_samples(iterations: int | None, samples: int | None, batch: int) -> int | None:
-    return samples or (iterations * batch if iterations is not None else None)
-
-
 class LearningRateSchedule:
     """Where a run stands on its shape.
 
@@ -85,9 +89,17 @@ class LearningRateSchedule:
     as Megatron's does. Steps that were skipped do not advance.
     """
 
-    def __init__(self, shape: LearningRateShape) -> None:
+    def __init__(self, shape: LearningRateShape, full_batches: LearningRateShape | None = None) -> None:
+        """``full_batches`` is the shape by the rule of earlier versions, which took each iteration of a ramp for a full batch."""
         self.shape = shape
         self.samples = 0
+        self._full_batches = full_batches
+
+    @classmethod
+    def of(cls, optimizer: OptimizerConfig, batch_plan: BatchPlan) -> Self:
+        """That of a run."""
+        shape = partial(LearningRateShape.from_config, optimizer)
+        return cls(shape(batch_plan), shape(replace(batch_plan, start=batch_plan.full)) if batch_plan.ramps else None)
 
     def value(self) -> float:
         """Learning rate of the next step."""
@@ -110,6 +122,15 @@ class LearningRateSchedule:
         mine = asdict(self.shape)
         differing = [f"{name} {state.get(name)} in the checkpoint, {mine[name]} now" for name in mine if state.get(name) != mine[name]]
         if differing and not (override or use_checkpoint):
+            former = self._full_batches
+            if former is not None and all(state.get(name) == value for name, value in asdict(former).items()):
+                anneal = "" if former.wsd_samples is None else f" --lr-wsd-decay-samples {former.wsd_samples}"
+                raise ConfigError(
+                    "the checkpoint's learning rate is of an earlier version, which took each iteration of the batch ramp for a full batch "
+                    f"({'; '.join(differing)}). Go on with it by --use-checkpoint-opt-param-scheduler, which says the same as a run counted by "
+                    f"--lr-warmup-samples {former.warmup_samples:g} --lr-decay-samples {former.decay_samples}{anneal}, or take the "
+                    "iterations as they are given from here on by --override-opt-param-scheduler."
+                )
             raise ConfigError(
                 f"the learning-rate schedule differs from the checkpoint's: {'; '.join(differing)}. Give the flags of the first run "
                 f"(--lr, --min-lr, --lr-decay-style, its lengths, --train-iters or --train-samples, --global-batch-size), "

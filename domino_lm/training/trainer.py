@@ -31,7 +31,7 @@ from domino_lm.schedule.timeline import Timeline
 from domino_lm.training.apex_adam import find_adamw
 from domino_lm.training.garbage import GarbageCollection
 from domino_lm.training.loss_scale import LossScale
-from domino_lm.training.lr_schedule import LearningRateSchedule, LearningRateShape
+from domino_lm.training.lr_schedule import LearningRateSchedule
 from domino_lm.training.optimizer import Optimizer
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.skipped_steps import SkippedSteps
@@ -120,7 +120,7 @@ class Trainer:
             per_token_loss=run.training.calculate_per_token_loss,
             loss_scale=None if self.loss_scale is None else self.loss_scale.value,
         )
-        self.lr_schedule = LearningRateSchedule(LearningRateShape.from_config(run.optimizer, self.batch_plan))
+        self.lr_schedule = LearningRateSchedule.of(run.optimizer, self.batch_plan)
         self.iteration = 0
         self.consumed_samples = 0
         self._skipped = SkippedSteps(run.training, self.loss_scale)

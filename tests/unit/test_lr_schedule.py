@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,49 @@ def test_wsd_holds_the_peak_and_decays_at_the_end(style: str, halfway: float) ->
     assert [shape.at(n * BATCH) for n in (1, 2, 30, 40)] == [0.5, 1.0, 1.0, 1.0]
     assert shape.at(45 * BATCH) == pytest.approx(halfway)
     assert shape.at(50 * BATCH) == pytest.approx(0.0)
+
+
+RAMP = BatchPlan(full=16, start=4, increment=4, ramp_samples=60, train_iters=30)
+BY_ITERATIONS = OptimizerConfig(lr=1.0, lr_warmup_iters=5, lr_decay_iters=20)
+
+
+def ramped(optimizer: OptimizerConfig, batches: BatchPlan = RAMP) -> list[float]:
+    """Rates after each of the run's first steps."""
+    run, found, consumed = LearningRateSchedule.of(optimizer, batches), [], 0
+    for _ in range(20):
+        size = batches.at(consumed)
+        run.advance(size)
+        consumed += size
+        found.append(run.value())
+    return found
+
+
+def test_iterations_mean_iterations_while_the_batch_ramps_up() -> None:
+    found = ramped(BY_ITERATIONS)
+    assert found[4] == max(found) == 1.0
+    assert found[3] < 1.0
+    assert found[19] == pytest.approx(0.0, abs=1e-12)
+    assert found[18] > 0.0
+
+
+def test_so_do_those_of_the_last_decay_and_of_the_run_itself() -> None:
+    wsd = OptimizerConfig(lr=1.0, lr_decay_style="WSD", lr_wsd_decay_style="linear", lr_wsd_decay_iters=18, lr_decay_iters=20)
+    found = ramped(wsd)
+    assert found[:2] == [1.0, 1.0]
+    assert found[2] < 1.0
+    assert found[19] == pytest.approx(0.0, abs=1e-12)
+    assert ramped(OptimizerConfig(lr=1.0), replace(RAMP, train_iters=20))[19] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_checkpoint_that_counted_full_batches_is_told_so_with_the_samples_that_say_the_same() -> None:
+    old = LearningRateSchedule(LearningRateShape.from_config(BY_ITERATIONS, replace(RAMP, start=RAMP.full)))
+    old.advance(100)
+    run = LearningRateSchedule.of(BY_ITERATIONS, RAMP)
+    with pytest.raises(
+        ConfigError, match=r"earlier version.*--use-checkpoint-opt-param-scheduler.*--lr-warmup-samples 80 --lr-decay-samples 320"
+    ):
+        run.load_state_dict(old.state_dict())
+    by_samples = OptimizerConfig(lr=1.0, lr_warmup_samples=80, lr_decay_samples=320)
+    assert LearningRateSchedule.of(by_samples, replace(RAMP, train_iters=None, train_samples=400)).shape == old.shape
+    run.load_state_dict(old.state_dict(), use_checkpoint=True)
+    assert run.value() == old.value()
