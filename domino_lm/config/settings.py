@@ -4,8 +4,6 @@ Field names carry Megatron's spelling, so ``ffn_hidden_size`` is ``--ffn-hidden-
 ``domino_`` or are named in the docstring. The docstring under a field is its help text. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal

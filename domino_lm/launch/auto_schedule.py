@@ -1,7 +1,5 @@
 """``--schedule auto``: measures this machine or reads what was measured, and settles the schedule on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar, cast

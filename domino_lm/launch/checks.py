@@ -1,7 +1,5 @@
 """Refuses settings that cannot work together, before anything is built. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from domino_lm.config.batch_plan import data_parallel_size, global_batch_size

@@ -1,7 +1,5 @@
 """Refuses files that are not there and folders that cannot be written, before torch is loaded. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Nothing here imports torch, so that ``--dry-run`` answers at once, for any number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

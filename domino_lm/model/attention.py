@@ -1,7 +1,5 @@
 """Causal self-attention as a sharded part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Builds the model that settings describe."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Vocabulary-parallel word embedding, the first part of the chain."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Vocabulary-parallel output layer and cross entropy, the last part of the chain."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

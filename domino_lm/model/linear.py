@@ -1,7 +1,5 @@
 """The GEMMs of a linear layer, each a method that another library's backend may override."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

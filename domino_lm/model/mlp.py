@@ -1,7 +1,5 @@
 """The two MLPs, each a core between two GEMMs."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from domino_lm.model.batch import RowContext

@@ -1,7 +1,5 @@
 """The replicated part: a branch joins the residual stream, and the sum is normalised for the next sharded part."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

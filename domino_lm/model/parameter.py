@@ -1,10 +1,8 @@
 """A weight as one rank holds it: its name, its place in the unsharded model and in a checkpoint, its gradient memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -71,7 +69,7 @@ class Parameter(torch.nn.Parameter):
     main_grad: Tensor
 
     @classmethod
-    def of(cls, local: Tensor, spec: ParameterSpec) -> Parameter:
+    def of(cls, local: Tensor, spec: ParameterSpec) -> Self:
         """Wrap this rank's tensor."""
         parameter = cls(local)
         parameter.spec = spec

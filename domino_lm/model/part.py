@@ -1,7 +1,5 @@
 """The sharded part: two explicit GEMMs around a differentiable core, written once for every model."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple

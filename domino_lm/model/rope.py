@@ -1,7 +1,5 @@
 """Rotary position embedding (Su et al., 2021), in the half-split form."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 s sequence, b sequences in a row, h hidden, f ffn, n heads, g key and value heads, d head width, v vocabulary, t TP size.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from domino_lm.config.settings import ModelConfig

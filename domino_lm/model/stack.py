@@ -1,7 +1,5 @@
 """A model as the chain of its parts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Compared with the live bytes of real steps by ``tests/distributed/test_memory.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from domino_lm.model.shapes import FP32_BYTES, PartShape

@@ -3,8 +3,6 @@
 Imports no torch; the measuring is `calibrate`'s.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from domino_lm.config.settings import ConfigError, ScheduleConfig

@@ -1,7 +1,5 @@
 """What each op of a plan works on, and `cost`, the only place that knows work."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Memory of one device by kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

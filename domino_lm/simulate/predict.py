@@ -1,12 +1,10 @@
 """A whole training step predicted: schedules by name, simulated, and what a person wants to know of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
 from domino_lm.config.presets import PRESETS
@@ -51,7 +49,7 @@ class Setting:
     """Micro-batches of one step on each rank."""
 
     @classmethod
-    def of(cls, run: RunConfig, world_size: int, hardware: Hardware) -> Setting:
+    def of(cls, run: RunConfig, world_size: int, hardware: Hardware) -> Self:
         """``run`` on ``world_size`` devices of ``hardware``, its largest batch if batches grow."""
         replicas, size = data_parallel_size(run, world_size), run.training.micro_batch_size
         return cls(

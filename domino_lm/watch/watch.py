@@ -1,7 +1,5 @@
 """The outputs of a run: console, TensorBoard, metrics file, Weights & Biases, progress bar."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

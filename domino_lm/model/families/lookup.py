@@ -1,7 +1,5 @@
 """Finds the family of a model: the built-in one, or a class of the user's own. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The parts of a GPT or LLaMA, with Megatron's names, shapes and initial values of their weights."""
 
-from __future__ import annotations
-
 import math
 
 from domino_lm.config.settings import ModelConfig
