@@ -16,7 +16,6 @@ from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.config.toml_file import config_text, require_writable, save_config
 from domino_lm.data.indexed import IndexedDatasetError
 from domino_lm.data.indices import DatasetError
-from domino_lm.data.samplers import LoaderError
 from domino_lm.data.splits import sources_of
 from domino_lm.data.tokenizers.build import build_tokenizer
 from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-WRONG_SETTINGS = (ConfigError, DatasetError, IndexedDatasetError, LoaderError, TokenizerError)
+WRONG_SETTINGS = (ConfigError, DatasetError, IndexedDatasetError, TokenizerError)
 EXIT_WRONG_SETTINGS = 2
 EXIT_FAILED_RUN = 1
 SECONDS_FOR_RANK_0 = 1.0

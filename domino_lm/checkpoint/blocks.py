@@ -62,22 +62,22 @@ def blocks_of(spec: ParameterSpec, local: Tensor, tp: Communicator, prefix: str 
 
     One block, or one for each of ``spec.shard_blocks``. The key is the parameter's behind ``prefix``.
     """
-    stacked = spec.layer is not None
-    global_shape = (spec.num_layers, *spec.shape) if stacked else spec.shape
     values = local.detach()
     if spec.shard_dim is None:
-        yield _block(spec, prefix, global_shape, [0] * len(spec.shape), values)
+        yield _block(spec, prefix, [0] * len(spec.shape), values)
         return
     block_rows = spec.shape[spec.shard_dim] // spec.shard_blocks
     rows = block_rows // tp.size
     for block in range(spec.shard_blocks):
         offsets = [0] * len(spec.shape)
         offsets[spec.shard_dim] = block * block_rows + tp.rank * rows
-        yield _block(spec, prefix, global_shape, offsets, values.narrow(spec.shard_dim, block * rows, rows))
+        yield _block(spec, prefix, offsets, values.narrow(spec.shard_dim, block * rows, rows))
 
 
-def _block(spec: ParameterSpec, prefix: str, global_shape: tuple[int, ...], offsets: list[int], values: Tensor) -> Block:
+def _block(spec: ParameterSpec, prefix: str, offsets: list[int], values: Tensor) -> Block:
+    global_shape = spec.shape
     if spec.layer is not None:
+        global_shape = (spec.num_layers, *spec.shape)
         offsets, values = [spec.layer, *offsets], values.unsqueeze(0)
     return Block(prefix + spec.key, global_shape, tuple(offsets), values, spec.shard_dim is not None, spec.vocab_rows)
 
@@ -110,8 +110,7 @@ def _rectangle(spec: ParameterSpec, shape: Sequence[int], first: int, values: Te
         rows = shape[dim] // spec.shard_blocks
         block, within = divmod(offsets[dim], rows)
         offsets[dim] = (block * tp.size + tp.rank) * rows + within
-    global_shape = (spec.num_layers, *spec.shape) if spec.layer is not None else spec.shape
-    return replace(_block(spec, prefix, global_shape, offsets, values.view(sizes)), owned=True)
+    return replace(_block(spec, prefix, offsets, values.view(sizes)), owned=True)
 
 
 def write_blocks(

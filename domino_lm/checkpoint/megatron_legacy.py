@@ -92,8 +92,7 @@ class LegacyCheckpoint:
     def check(self, specs: Sequence[ParameterSpec], with_optimizer: bool) -> None:
         """Raise CheckpointError, naming both shapes, if the tensors are not those of ``specs``."""
         if with_optimizer and not self.has_optimizer:
-            distributed = _is_distributed(self.common.get("optimizer") or {}, self.path / "mp_rank_00")
-            if distributed:
+            if _is_distributed(self.common.get("optimizer") or {}, self.path / "mp_rank_00"):
                 raise CheckpointError(
                     f"{self.path}: the checkpoint keeps its optimizer in distrib_optim.pt, cut by gradient buckets, which is not read; save it once "
                     "more with Megatron's --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to load the weights alone"

@@ -4,8 +4,6 @@ A value comes from the command line, else from `--config`, else from `--preset`,
 here imports torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Types of settings that say which numbers are allowed; `launch.checks` reads them from the schema."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Settings of saving and resuming; `config` puts them beside the others. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from domino_lm.config.bounds import PositiveInt

@@ -1,7 +1,5 @@
 """Settings of the data and its tokenizer; `config` puts them beside the others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

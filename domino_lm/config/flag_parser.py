@@ -1,7 +1,5 @@
 """argparse with a short overview, one flag's whole text, and all wrong values in one go. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import re

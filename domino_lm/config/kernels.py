@@ -1,7 +1,5 @@
 """Settings of kernels: which libraries and compilers compute, in how many bits. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ The table is ``megatron_flags.toml``, which is read when a flag is looked up. `a
 ``--help-megatron`` and ``docs/megatron-flags.md`` are made from it. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence

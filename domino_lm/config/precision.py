@@ -1,7 +1,5 @@
 """Settings of number formats: of weights and activations, of what the optimizer keeps, and of the loss scale. Nothing here imports torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

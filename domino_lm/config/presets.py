@@ -4,8 +4,6 @@ A preset names no vocabulary, which is the tokenizer's. Nothing is dropped in an
 cosine, as it did in the published runs.
 """
 
-from __future__ import annotations
-
 BESIDE_THE_MODEL: dict[str, object] = {"lr_decay_style": "cosine"}
 """What every preset stands for that is no part of its model."""
 

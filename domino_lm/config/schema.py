@@ -1,7 +1,5 @@
 """The fields of `settings` as values: name, type, default and help of each, from which flags and TOML files are made."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

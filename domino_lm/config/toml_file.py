@@ -1,7 +1,5 @@
 """Settings as a TOML file: what ``--config`` reads, and what a run leaves beside its checkpoints. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

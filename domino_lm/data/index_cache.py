@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +93,8 @@ class IndexCache:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of ``path``; if the file system has no locks, goes on without."""
+    """Holds the lock of ``path``, which ends with the file; if the file system has no locks, goes on without."""
     with open(path, "ab") as file:
-        try:
+        with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield
-            return
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
+        yield

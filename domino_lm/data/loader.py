@@ -10,7 +10,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from domino_lm.data.samplers import LoaderError, Sampler
+from domino_lm.data.indices import DatasetError
+from domino_lm.data.samplers import Sampler
 
 Array = npt.NDArray[Any]
 BATCHES_AHEAD = 4
@@ -30,7 +31,7 @@ class Batches:
 
     ``tokens``, ``labels`` and ``position_ids`` are int64, ``loss_mask`` is float32; ``attention_mask`` [b, 1, s, s] is
     there when the samples carry one. ``consumed_samples`` counts the samples of all data-parallel ranks and goes up
-    with every micro-batch handed out, whatever the workers have read ahead. Reading past the end raises LoaderError,
+    with every micro-batch handed out, whatever the workers have read ahead. Reading past the end raises DatasetError,
     never StopIteration: a training step that found no data must not end quietly on one rank.
 
     ``workers`` threads read and collate ahead; with 0 each batch is read when it is asked for. Reading is copying out of mapped memory, which needs
@@ -40,9 +41,9 @@ class Batches:
 
     def __init__(self, dataset: SampleDataset, sampler: Sampler, workers: int = 0) -> None:
         if workers < 0:
-            raise LoaderError(f"--num-workers {workers} cannot be; use 0 to read without workers.")
+            raise DatasetError(f"--num-workers {workers} cannot be; use 0 to read without workers.")
         if sampler.total_samples > len(dataset):
-            raise LoaderError(f"the sampler deals {sampler.total_samples} samples, but the data set has {len(dataset)}.")
+            raise DatasetError(f"the sampler deals {sampler.total_samples} samples, but the data set has {len(dataset)}.")
         self._dataset, self._sampler = dataset, sampler
         self._indices = iter(sampler)
         self.consumed_samples = sampler.consumed_samples
@@ -75,8 +76,8 @@ class Batches:
     def _collated(self, indices: list[int]) -> dict[str, Array]:
         return collate([self._dataset[i] for i in indices])
 
-    def _end(self) -> LoaderError:
-        return LoaderError(
+    def _end(self) -> DatasetError:
+        return DatasetError(
             f"the data set has {self._sampler.total_samples} samples; {self.consumed_samples} are consumed, and the next step needs "
             f"{self._sampler.samples_per_step} more: lower --train-iters (or --eval-iters), or use more data."
         )
@@ -85,5 +86,5 @@ class Batches:
 def collate(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """Samples stacked along a new first dimension, key by key."""
     if not samples:
-        raise LoaderError("a micro-batch without samples; with drop_last off, this rank has nothing left to read.")
+        raise DatasetError("a micro-batch without samples; with drop_last off, this rank has nothing left to read.")
     return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}

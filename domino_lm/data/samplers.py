@@ -7,9 +7,7 @@ the uninterrupted run would have read.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-
-class LoaderError(ValueError):
-    """Settings of the sampler that cannot work, or a read past the last sample."""
+from domino_lm.data.indices import DatasetError
 
 
 @dataclass(kw_only=True)
@@ -24,11 +22,11 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 1:
-            raise LoaderError(f"--micro-batch-size {self.micro_batch_size} holds no sample; use at least 1.")
+            raise DatasetError(f"--micro-batch-size {self.micro_batch_size} holds no sample; use at least 1.")
         if not 0 <= self.data_parallel_rank < self.data_parallel_size:
-            raise LoaderError(f"data-parallel rank {self.data_parallel_rank} is outside 0..{self.data_parallel_size - 1}.")
+            raise DatasetError(f"data-parallel rank {self.data_parallel_rank} is outside 0..{self.data_parallel_size - 1}.")
         if self.total_samples < 1:
-            raise LoaderError("the data set has 0 samples; use more data or another --split.")
+            raise DatasetError("the data set has 0 samples; use more data or another --split.")
         self.samples_per_step = self.micro_batch_size * self.data_parallel_size
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -49,7 +47,7 @@ class SequentialSampler(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.consumed_samples < self.total_samples:
-            raise LoaderError(
+            raise DatasetError(
                 f"{self.consumed_samples} samples are consumed already, but the data set has {self.total_samples}: nothing is left to read; "
                 "raise --train-iters so that the data set is built with more epochs, or start anew."
             )
@@ -78,13 +76,13 @@ class CyclicSampler(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.total_samples < self.samples_per_step:
-            raise LoaderError(
+            raise DatasetError(
                 f"the data set has {self.total_samples} samples, less than --micro-batch-size {self.micro_batch_size} x data-parallel size "
                 f"{self.data_parallel_size}: --dataloader-type cyclic has no step to give; use more data or a smaller micro-batch."
             )
         self.epoch_samples = self.total_samples - self.total_samples % self.samples_per_step
         if self.consumed_samples < 0 or self.consumed_samples % self.epoch_samples % self.samples_per_step:
-            raise LoaderError(
+            raise DatasetError(
                 f"{self.consumed_samples} samples are consumed already, which is no whole number of steps of {self.samples_per_step} samples "
                 f"into an epoch of {self.epoch_samples}; resume with the micro-batch size and data-parallel size that were used, or with "
                 "--dataloader-type single."

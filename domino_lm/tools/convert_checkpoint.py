@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 from domino_lm.config.arguments import build_parser, read_flags
+from domino_lm.config.precision import NAMES
 from domino_lm.config.schema import NO_DEFAULT, settings
 from domino_lm.config.settings import ConfigError, ModelConfig, refuse
 
 KINDS = ("native", "megatron-legacy", "megatron-torch_dist", "hf")
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, ModelConfig | None]:
@@ -31,7 +31,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
         "--target-tensor-parallel-size", dest="tensor_parallel", type=int, default=1, metavar="N",
         help="ranks that megatron-legacy is cut for, and that either of Megatron's kinds pads the vocabulary for (default: 1)",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=DTYPES, help="data type of the weights (default: as in the source); moments stay in fp32")
+    parser.add_argument("--dtype", choices=NAMES, help="data type of the weights (default: as in the source); moments stay in fp32")
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="true vocabulary, where the source does not know it (default: as it says)"
     )
@@ -69,20 +69,17 @@ def main(argv: list[str] | None = None) -> int:
 
     chosen = vars(flags)
     dtype = chosen.pop("dtype")
-    conversion = Conversion(model=model, dtype=getattr(torch, DTYPES[dtype]) if dtype else None, **chosen)
+    conversion = Conversion(model=model, dtype=getattr(torch, NAMES[dtype]) if dtype else None, **chosen)
     try:
         stored, written = convert(conversion)
     except (CheckpointError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     with_optimizer = stored.optimizer_steps is not None and flags.to != "hf"
+    model, written_as = stored.model, "weights, optimizer and schedule" if with_optimizer else "weights alone"
     print(
-        f"read {stored.kind} from {stored.path}: iteration {stored.iteration}, {stored.model.num_layers} layers, hidden {stored.model.hidden_size}"
-    )
-    print(
-        f"vocabulary: {stored.model.vocab_size} true tokens; {stored.vocab_rows} rows stored, {stored.softmax_rows} of them in the softmax"
-    )
-    print(
-        f"wrote {flags.to} to {written}: {'weights, optimizer and schedule' if with_optimizer else 'weights alone'} in {str(stored.dtype).removeprefix('torch.')}"
+        f"read {stored.kind} from {stored.path}: iteration {stored.iteration}, {model.num_layers} layers, hidden {model.hidden_size}\n"
+        f"vocabulary: {model.vocab_size} true tokens; {stored.vocab_rows} rows stored, {stored.softmax_rows} of them in the softmax\n"
+        f"wrote {flags.to} to {written}: {written_as} in {str(stored.dtype).removeprefix('torch.')}"
     )
     return 0

@@ -14,7 +14,7 @@ from domino_lm.config.schema import settings_of
 from domino_lm.data.blended import Blend, BlendedDataset
 from domino_lm.data.gpt_dataset import GPTDataset, GPTDatasetConfig
 from domino_lm.data.indexed import IndexedDataset
-from domino_lm.data.splits import Dataset, DataSources, Splits, build_splits, sources_of
+from domino_lm.data.splits import Dataset, DataSources, build_splits, sources_of
 from domino_lm.data.tokenizers.build import build_tokenizer
 from domino_lm.data.tokenizers.tokenizer import Tokenizer
 from domino_lm.tools.setting_flags import add_flags, add_tokenizer_flags, take
@@ -61,10 +61,16 @@ def inspect(flags: argparse.Namespace) -> dict[str, Any]:
         data=data,
     )
     splits = build_splits(sources, (flags.train_samples, flags.valid_samples, flags.test_samples), config)
-    report["splits"] = describe_splits(splits)
-    for entry, (_, dataset) in zip(report["splits"], splits.named(), strict=True):
-        stop = min(flags.first_sample + flags.samples, len(dataset))
-        entry["shown"] = [describe_sample(dataset, i, tokenizer) for i in range(flags.first_sample, stop)]
+    first = flags.first_sample
+    report["splits"] = [
+        {
+            "split": name,
+            "samples": len(dataset),
+            "sources": list(_describe_sources(dataset)),
+            "shown": [describe_sample(dataset, i, tokenizer) for i in range(first, min(first + flags.samples, len(dataset)))],
+        }
+        for name, dataset in splits.named()
+    ]
     if flags.document:
         report["documents"] = [describe_document(first_pair(sources), i, tokenizer) for i in flags.document]
     return report
@@ -96,11 +102,6 @@ def describe_files(sources: DataSources) -> list[Report]:
     blends = [sources.blend, *sources.per_split.values()]
     prefixes = dict.fromkeys(prefix for blend in blends if isinstance(blend, Blend) for prefix in blend.prefixes)
     return [_describe_pair(IndexedDataset(prefix)) for prefix in prefixes]
-
-
-def describe_splits(splits: Splits) -> list[Report]:
-    """One entry for each data set of a run: its samples, epochs, and for a blend the share of each source."""
-    return [{"split": name, "samples": len(dataset), "sources": list(_describe_sources(dataset))} for name, dataset in splits.named()]
 
 
 def describe_sample(dataset: Dataset, i: int, tokenizer: Tokenizer | None) -> Report:

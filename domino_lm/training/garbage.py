@@ -1,7 +1,6 @@
 """Garbage collection at the edge of a step, on all ranks alike."""
 
 import gc
-from types import TracebackType
 from typing import Self
 
 
@@ -22,7 +21,7 @@ class GarbageCollection:
             gc.collect()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._manual and self._was_on:
             gc.enable()
 

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 
@@ -32,9 +31,9 @@ class StopSignal:
             self._before = signal.signal(signal.SIGTERM, self._ask)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _ask(self, *_: object) -> None:
         self.asked = True

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from domino_lm.data.gpt_dataset import parse_split
-from domino_lm.data.indices import build_sample_index, count_samples
-from domino_lm.data.samplers import CyclicSampler, FullPassSampler, LoaderError, SequentialSampler
+from domino_lm.data.indices import DatasetError, build_sample_index, count_samples
+from domino_lm.data.samplers import CyclicSampler, FullPassSampler, SequentialSampler
 
 GOLDEN = Path(__file__).parent / "data"
 SAMPLE_INDEX_CASES = json.loads((GOLDEN / "sample_index_cases.json").read_text())
@@ -54,7 +54,7 @@ def test_sequential_sampler_knows_how_many_micro_batches_are_left(case: dict[str
 
 @pytest.mark.parametrize("case", [case for case in SAMPLER_CASES if "error" in case], ids=lambda case: case["error"])
 def test_sequential_sampler_refuses_what_megatron_refuses(case: dict[str, Any]) -> None:
-    with pytest.raises(LoaderError):
+    with pytest.raises(DatasetError):
         sampler(case)
 
 
@@ -88,7 +88,7 @@ def test_cyclic_sampler_goes_on_into_megatrons_next_epoch(case: dict[str, Any]) 
 
 @pytest.mark.parametrize("case", [case for case in CYCLIC_CASES if "error" in case], ids=number)
 def test_cyclic_sampler_refuses_what_megatron_fails_on(case: dict[str, Any]) -> None:
-    with pytest.raises(LoaderError):
+    with pytest.raises(DatasetError):
         cyclic(case)
 
 

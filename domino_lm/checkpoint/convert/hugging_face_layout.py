@@ -283,8 +283,7 @@ def _rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     if kind != "llama3":
         raise CheckpointError(f"{where}: rotary positions scaled by {kind!r} are not in this program; those of llama3 are")
     expected = _llama3_scaling(rope["factor"])
-    foreign = [f"{name} {rope.get(name)}" for name in expected if rope.get(name) != expected[name]]
-    foreign = [text for text in foreign if not text.startswith("rope_type ")]
+    foreign = [f"{name} {rope.get(name)}" for name in expected if name != "rope_type" and rope.get(name) != expected[name]]
     if foreign:
         raise CheckpointError(f"{where}: rotary positions scaled with {', '.join(foreign)}; only {expected} is computed here")
     return {**base, "use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}

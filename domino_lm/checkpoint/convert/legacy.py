@@ -94,17 +94,17 @@ def _optimizer_part(stored: StoredModel, specs: Sequence[ParameterSpec], shard: 
     """Adam's state: numbers run through what decays, then through the rest; weights in half precision have fp32 copies beside them."""
     grouped = [[spec for spec in specs if decays(spec) == first] for first in (True, False)]
     numbers = {spec.name: number for number, spec in enumerate(spec for group in grouped for spec in group)}
-    groups = []
-    for settings, members in zip(megatron_state.param_groups(stored.state), grouped, strict=True):
-        groups.append({**settings, "params": [numbers[spec.name] for spec in members]})
-    state = {}
-    for group in grouped:
-        for spec in group:
-            state[numbers[spec.name]] = {
-                "step": torch.tensor(float(stored.optimizer_steps or 0)),
-                "exp_avg": shard(spec, "exp_avg", torch.float32),
-                "exp_avg_sq": shard(spec, "exp_avg_sq", torch.float32),
-            }
+    pairs = zip(megatron_state.param_groups(stored.state), grouped, strict=True)
+    groups = [{**settings, "params": [numbers[spec.name] for spec in members]} for settings, members in pairs]
+    state = {
+        numbers[spec.name]: {
+            "step": torch.tensor(float(stored.optimizer_steps or 0)),
+            "exp_avg": shard(spec, "exp_avg", torch.float32),
+            "exp_avg_sq": shard(spec, "exp_avg_sq", torch.float32),
+        }
+        for group in grouped
+        for spec in group
+    }
     optimizer: dict[str, Any] = {"state": state, "param_groups": groups}
     if stored.dtype.itemsize >= 4:
         return optimizer

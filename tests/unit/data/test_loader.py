@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from domino_lm.data.indices import DatasetError
 from domino_lm.data.loader import Batches
-from domino_lm.data.samplers import CyclicSampler, FullPassSampler, LoaderError, SequentialSampler
+from domino_lm.data.samplers import CyclicSampler, FullPassSampler, SequentialSampler
 
 
 class Numbers:
@@ -77,17 +78,17 @@ def test_consumed_samples_count_all_ranks() -> None:
 def test_reading_past_the_end_says_how_many_samples_there_are() -> None:
     reader = batches(5, micro_batch_size=2)
     numbers(reader, 2)
-    with pytest.raises(LoaderError, match=r"has 5 samples; 4 are consumed.*--train-iters"):
+    with pytest.raises(DatasetError, match=r"has 5 samples; 4 are consumed.*--train-iters"):
         next(reader)
 
 
 def test_a_resume_behind_the_last_sample_is_refused() -> None:
-    with pytest.raises(LoaderError, match="10 samples are consumed already, but the data set has 10"):
+    with pytest.raises(DatasetError, match="10 samples are consumed already, but the data set has 10"):
         batches(10, consumed=10)
 
 
 def test_a_sampler_for_more_samples_than_there_are_is_refused() -> None:
-    with pytest.raises(LoaderError, match="deals 10 samples, but the data set has 5"):
+    with pytest.raises(DatasetError, match="deals 10 samples, but the data set has 5"):
         Batches(Numbers(5), SequentialSampler(10, micro_batch_size=1))
 
 
@@ -121,7 +122,7 @@ def test_workers_read_ahead_no_further_than_their_depth() -> None:
 def test_reading_past_the_end_with_workers_says_the_same() -> None:
     reader = batches(5, micro_batch_size=2, workers=2)
     numbers(reader, 2)
-    with pytest.raises(LoaderError, match="has 5 samples; 4 are consumed"):
+    with pytest.raises(DatasetError, match="has 5 samples; 4 are consumed"):
         next(reader)
 
 
