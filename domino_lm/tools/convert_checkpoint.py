@@ -64,14 +64,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     import torch  # takes seconds, which --help and wrong flags need not wait for
 
-    from domino_lm.checkpoint.convert.conversion import Conversion, convert
+    from domino_lm.checkpoint.convert.conversion import convert
     from domino_lm.checkpoint.index import CheckpointError
 
-    chosen = vars(flags)
-    dtype = chosen.pop("dtype")
-    conversion = Conversion(model=model, dtype=getattr(torch, NAMES[dtype]) if dtype else None, **chosen)
+    dtype = getattr(torch, NAMES[flags.dtype]) if flags.dtype else None
     try:
-        stored, written = convert(conversion)
+        stored, written = convert(**{**vars(flags), "dtype": dtype}, model=model)
     except (CheckpointError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from domino_lm.checkpoint.convert.conversion import Conversion, convert
+from domino_lm.checkpoint.convert.conversion import convert
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.config.settings import ConfigError, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
 from domino_lm.model.batch import MicroBatch
@@ -182,7 +182,7 @@ def test_a_dry_run_tells_its_sizes_memory_plan_and_what_it_does_not_leave_open(
 def test_its_checkpoints_are_not_converted(tmp_path: Path) -> None:
     load = saved(tmp_path / "load", MODEL)
     with pytest.raises(CheckpointError, match=f"holds --model {NAME}; only GPT and LLaMA are converted"):
-        convert(Conversion(load=load, save=tmp_path / "hf", to="hf"))
+        convert(load=load, save=tmp_path / "hf", to="hf")
 
 
 @pytest.mark.parametrize(

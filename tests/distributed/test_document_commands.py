@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.case import OURS
 from benchmarks.peers import peer_python
-from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.conversion import convert, open_stored
 from domino_lm.checkpoint.folder import detect_kind, find_checkpoint, iteration_folder
 from domino_lm.data.indexed import IndexedDataset
 from tests.distributed.training_runs import write_tokens
@@ -117,7 +117,7 @@ def test_a_checkpoint_of_megatrons_is_trained_on(command: str, desk: Path) -> No
 
 @pytest.mark.long
 def test_conversions_lead_from_one_to_the_next(desk: Path) -> None:
-    convert(Conversion(load=desk / "checkpoints/megatron", save=desk / "checkpoints/my", to="native", vocab_size=128))
+    convert(load=desk / "checkpoints/megatron", save=desk / "checkpoints/my", to="native", vocab_size=128)
     for command in commands_for("test_conversions_lead_from_one_to_the_next"):
         run(desk, command)
         ((save, kind),) = re.findall(r"--save (\S+) --to (\S+)", command)

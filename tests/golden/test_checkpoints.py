@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.conversion import convert, open_stored
 from domino_lm.checkpoint.convert.stored_model import StoredModel
 from domino_lm.checkpoint.folder import detect_kind, find_checkpoint, iteration_folder
 from domino_lm.checkpoint.index import CheckpointError
@@ -226,8 +226,7 @@ def contents(stored: StoredModel) -> dict[str, Any]:
 @pytest.mark.parametrize("to", ["native", "megatron-legacy", "megatron-torch_dist"])
 @pytest.mark.parametrize("name", [name for name in KINDS if "core0161" not in name])
 def test_a_conversion_keeps_every_bit(checkpoints: Path, tmp_path: Path, name: str, to: Any) -> None:
-    conversion = Conversion(load=checkpoints / name, save=tmp_path, to=to, vocab_size=128, tensor_parallel=2)
-    convert(conversion)
+    convert(load=checkpoints / name, save=tmp_path, to=to, vocab_size=128, tensor_parallel=2)
     before, after = open_stored(checkpoints / name), open_stored(tmp_path)
     assert after.kind == to
     assert contents(after) == contents(before)
@@ -242,7 +241,7 @@ def test_half_precision_keeps_the_weights_that_are_trained_in_full(checkpoints: 
     original = open_stored(checkpoints / "gpt_legacy_tp2")
     for kind in ("native", "megatron-legacy", "megatron-torch_dist"):
         to: Any = kind
-        convert(Conversion(load=checkpoints / "gpt_legacy_tp2", save=tmp_path / kind, to=to, vocab_size=128, dtype=torch.bfloat16))
+        convert(load=checkpoints / "gpt_legacy_tp2", save=tmp_path / kind, to=to, vocab_size=128, dtype=torch.bfloat16)
         stored = open_stored(tmp_path / kind)
         assert stored.dtype == torch.bfloat16
         assert contents(stored) == contents(original)
@@ -258,10 +257,7 @@ def test_the_fp32_weights_of_megatrons_distributed_optimizer_are_read(
     monkeypatch.setattr(
         "domino_lm.checkpoint.convert.distributed.MASTER_PREFIX", "optimizer.state.param."
     )  # what it calls them, one a parameter
-    conversion = Conversion(
-        load=checkpoints / "gpt_legacy_tp2", save=tmp_path, to="megatron-torch_dist", vocab_size=128, dtype=torch.bfloat16
-    )
-    convert(conversion)
+    convert(load=checkpoints / "gpt_legacy_tp2", save=tmp_path, to="megatron-torch_dist", vocab_size=128, dtype=torch.bfloat16)
     monkeypatch.undo()
     assert b"optimizer.state.param." in (tmp_path / "iter_0000020" / ".metadata").read_bytes()
     assert contents(open_stored(tmp_path)) == contents(original)
@@ -271,7 +267,7 @@ def test_the_fp32_weights_of_megatrons_distributed_optimizer_are_read(
 
 
 def test_random_states_have_the_form_that_megatron_gives_them(checkpoints: Path, tmp_path: Path) -> None:
-    convert(Conversion(load=checkpoints / "gpt_legacy_tp1", save=tmp_path, to="megatron-legacy", vocab_size=128))
+    convert(load=checkpoints / "gpt_legacy_tp1", save=tmp_path, to="megatron-legacy", vocab_size=128)
     states = []
     for folder in (checkpoints / "gpt_legacy_tp1", tmp_path):
         file = folder / "iter_0000020" / "mp_rank_00" / "model_optim_rng.pt"
@@ -285,17 +281,17 @@ def test_random_states_have_the_form_that_megatron_gives_them(checkpoints: Path,
 def test_a_checkpoint_without_arguments_needs_the_models_flags(checkpoints: Path, tmp_path: Path) -> None:
     load = checkpoints / "gpt_torch_dist_core0161_tp2"
     with pytest.raises(CheckpointError, match="give the model's flags"):
-        convert(Conversion(load=load, save=tmp_path, to="native"))
-    convert(Conversion(load=load, save=tmp_path, to="native", model=model_of("gpt")))
+        convert(load=load, save=tmp_path, to="native")
+    convert(load=load, save=tmp_path, to="native", model=model_of("gpt"))
     assert contents(open_stored(tmp_path))["tensors"] == contents(open_stored(load, model=model_of("gpt")))["tensors"]
 
 
 def test_converted_moments_train_on_like_the_uninterrupted_run(
     ranks: Ranks, checkpoints: Path, curves: dict[str, list[float]], tmp_path: Path
 ) -> None:
-    convert(Conversion(load=checkpoints / "gpt_legacy_tp1", save=tmp_path / "a", to="megatron-torch_dist", vocab_size=128))
-    convert(Conversion(load=tmp_path / "a", save=tmp_path / "b", to="megatron-legacy", tensor_parallel=2))
-    convert(Conversion(load=tmp_path / "b", save=tmp_path / "c", to="native"))
+    convert(load=checkpoints / "gpt_legacy_tp1", save=tmp_path / "a", to="megatron-torch_dist", vocab_size=128)
+    convert(load=tmp_path / "a", save=tmp_path / "b", to="megatron-legacy", tensor_parallel=2)
+    convert(load=tmp_path / "b", save=tmp_path / "c", to="native")
     for losses, iteration, samples in ranks(2).run(continued, "gpt", str(tmp_path / "c"), tp=2):
         assert losses == pytest.approx(curves["gpt"][STEPS:], abs=TOLERANCE, rel=0)
         assert (iteration, samples) == (20, 160)

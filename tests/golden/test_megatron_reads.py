@@ -19,7 +19,7 @@ import numpy
 import pytest
 import torch
 
-from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.conversion import convert, open_stored
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.config.settings import OptimizerConfig
@@ -83,8 +83,8 @@ def test_megatron_trains_on_from_what_we_write(
     form: str,
 ) -> None:
     kind: Any = f"megatron-{form}"
-    convert(Conversion(load=checkpoints / name, save=tmp_path / "native", to="native", vocab_size=128))
-    written = convert(Conversion(load=tmp_path / "native", save=tmp_path / "theirs", to=kind, tensor_parallel=tp))[1]
+    convert(load=checkpoints / name, save=tmp_path / "native", to="native", vocab_size=128)
+    written = convert(load=tmp_path / "native", save=tmp_path / "theirs", to=kind, tensor_parallel=tp)[1]
     job = {"task": "train", "model": family(name), "format": form, "folder": str(written), "tp": tp, "optimizer": True}
     answer = megatron(**job, padded_vocab=128, samples=samples_of(family(name)))
     expected = ranks(1).run(uninterrupted, family(name))[0][STEPS:]
@@ -97,7 +97,7 @@ def test_megatron_reads_weights_without_an_optimizer(
     megatron: Callable[..., dict[str, Any]], checkpoints: Path, tmp_path: Path, form: str
 ) -> None:
     kind: Any = f"megatron-{form}"
-    written = convert(Conversion(load=checkpoints / "llama_torch_dist_tp2", save=tmp_path, to=kind, vocab_size=128))[1]
+    written = convert(load=checkpoints / "llama_torch_dist_tp2", save=tmp_path, to=kind, vocab_size=128)[1]
     job = {"task": "evaluate", "model": "llama", "format": form, "folder": str(written), "padded_vocab": 128}
     answer = megatron(**job, samples=samples_of("llama"))
     assert answer["loss"] == pytest.approx(final_loss("llama"), abs=TOLERANCE, rel=0)
@@ -127,8 +127,7 @@ def test_megatrons_bf16_optimizer_gets_weights_and_moments_in_full_precision(
     megatron: Callable[..., dict[str, Any]], checkpoints: Path, tmp_path: Path, form: str
 ) -> None:
     to: Any = f"megatron-{form}"
-    conversion = Conversion(load=checkpoints / "llama_legacy_tp1", save=tmp_path, to=to, vocab_size=128, dtype=torch.bfloat16)
-    stored, written = convert(conversion)
+    stored, written = convert(load=checkpoints / "llama_legacy_tp1", save=tmp_path, to=to, vocab_size=128, dtype=torch.bfloat16)
     answer = megatron(task="half", model="llama", format=form, folder=str(written), padded_vocab=128, optimizer=True)
     expected = {
         f"{spec.name} {role}": hashlib.sha256(stored.read(spec, role).numpy().tobytes()).hexdigest()
@@ -143,7 +142,7 @@ def test_megatron_takes_random_states_over_from_what_we_write(
     megatron: Callable[..., dict[str, Any]], checkpoints: Path, tmp_path: Path, form: str
 ) -> None:
     to: Any = f"megatron-{form}"
-    written = convert(Conversion(load=checkpoints / "gpt_legacy_tp1", save=tmp_path, to=to, vocab_size=128, tensor_parallel=2))[1]
+    written = convert(load=checkpoints / "gpt_legacy_tp1", save=tmp_path, to=to, vocab_size=128, tensor_parallel=2)[1]
     answer = megatron(task="random", format=form, folder=str(written), tp=2)
     expected = [
         random.Random(1234).random(),

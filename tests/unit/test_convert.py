@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.conversion import convert, open_stored
 from domino_lm.checkpoint.convert.stored_model import parameter_specs
 from domino_lm.checkpoint.folder import detect_kind
 from domino_lm.checkpoint.index import CheckpointError
@@ -90,16 +90,16 @@ def test_the_tool_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_folder_without_a_checkpoint_is_named_with_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint found. Looked for .*iter_.*mp_rank_00.*safetensors"):
-        convert(Conversion(load=tmp_path, save=tmp_path / "save", to="native"))
+        convert(load=tmp_path, save=tmp_path / "save", to="native")
 
 
 @pytest.mark.parametrize("to", KINDS)
 def test_nothing_that_exists_is_overwritten(tmp_path: Path, to: Any) -> None:
     load = saved(tmp_path / "load")
-    convert(Conversion(load=load, save=tmp_path / "save", to=to))
+    convert(load=load, save=tmp_path / "save", to=to)
     before = sorted(path.name for path in (tmp_path / "save").rglob("*"))
     with pytest.raises(CheckpointError, match="exists already and is not overwritten"):
-        convert(Conversion(load=load, save=tmp_path / "save", to=to, dtype=torch.bfloat16))
+        convert(load=load, save=tmp_path / "save", to=to, dtype=torch.bfloat16)
     assert sorted(path.name for path in (tmp_path / "save").rglob("*")) == before
 
 
@@ -108,12 +108,12 @@ def test_a_full_disk_leaves_nothing_behind_and_the_tracker_alone(tmp_path: Path,
     load, save = saved(tmp_path / "load"), tmp_path / "save"
     save.mkdir()
     with files_of_at_most(10_000), pytest.raises(CheckpointError, match=r"File too large|could not be written"):
-        convert(Conversion(load=load, save=save, to=to))
+        convert(load=load, save=save, to=to)
     assert list(save.iterdir()) == []
 
 
 def test_the_optimizer_may_be_left_out(tmp_path: Path) -> None:
-    convert(Conversion(load=saved(tmp_path / "load"), save=tmp_path / "save", to="megatron-torch_dist", optimizer=False))
+    convert(load=saved(tmp_path / "load"), save=tmp_path / "save", to="megatron-torch_dist", optimizer=False)
     assert open_stored(tmp_path / "save").optimizer_steps is None
 
 
@@ -121,13 +121,13 @@ def test_a_source_with_a_missing_file_is_refused(tmp_path: Path) -> None:
     load = saved(tmp_path / "load")
     os.truncate(load / "iter_0000007" / "__0_0.distcp", 100)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: 100 bytes, the index needs"):
-        convert(Conversion(load=load / "iter_0000007", save=tmp_path / "save", to="hf"))
+        convert(load=load / "iter_0000007", save=tmp_path / "save", to="hf")
 
 
 def test_a_model_that_hugging_face_does_not_have_is_refused_with_the_reason(tmp_path: Path) -> None:
     mixed = replace(GPT, swiglu=True, ffn_hidden_size=44)
     with pytest.raises(CheckpointError, match="GPT-2 has LayerNorm and GELU"):
-        convert(Conversion(load=saved(tmp_path / "load", mixed), save=tmp_path / "save", to="hf"))
+        convert(load=saved(tmp_path / "load", mixed), save=tmp_path / "save", to="hf")
     assert not (tmp_path / "save").exists()
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.conversion import convert, open_stored
 from domino_lm.checkpoint.convert.hugging_face import INDEX_FILE
 from domino_lm.checkpoint.folder import detect_kind
 from domino_lm.checkpoint.index import CheckpointError
@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 
 
 def converted(load: Path, save: Path, to: Any, **settings: Any) -> Path:
-    return convert(Conversion(load=load, save=save, to=to, **settings))[1]
+    return convert(load=load, save=save, to=to, **settings)[1]
 
 
 def recorded(name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from domino_lm.checkpoint.convert.conversion import Conversion, convert
+from domino_lm.checkpoint.convert.conversion import convert
 from domino_lm.checkpoint.index import read_metadata
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.config.settings import OptimizerConfig
@@ -71,7 +71,7 @@ def test_weights_are_saved_narrow_and_master_weights_under_megatrons_key(tmp_pat
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_megatrons_formats_keep_weights_narrow_and_the_rest_in_fp32(tmp_path: Path, dtype: torch.dtype, to: Any) -> None:
     optimizer = saved(tmp_path / "load", dtype, torch.bfloat16)
-    convert(Conversion(load=tmp_path / "load", save=tmp_path / "save", to=to, tensor_parallel=2))
+    convert(load=tmp_path / "load", save=tmp_path / "save", to=to, tensor_parallel=2)
     folder = tmp_path / "save" / "iter_0000007"
     name = "output_layer.weight"
     if to == "megatron-legacy":
@@ -93,7 +93,7 @@ def test_megatrons_formats_keep_weights_narrow_and_the_rest_in_fp32(tmp_path: Pa
 @pytest.mark.parametrize("dtype", [*NARROW, torch.float32], ids=str)
 def test_a_run_of_any_format_takes_the_master_weights_of_megatrons_files(tmp_path: Path, dtype: torch.dtype, to: Any) -> None:
     optimizer = saved(tmp_path / "load", torch.float16)
-    convert(Conversion(load=tmp_path / "load", save=tmp_path / "save", to=to, tensor_parallel=2))
+    convert(load=tmp_path / "load", save=tmp_path / "save", to=to, tensor_parallel=2)
     stack, found, _ = loaded(tmp_path / "save", dtype)
     for expected, piece in zip(optimizer.pieces, found.pieces, strict=True):
         rows = expected.parameter.spec.vocab_rows
@@ -105,7 +105,7 @@ def test_a_run_of_any_format_takes_the_master_weights_of_megatrons_files(tmp_pat
 @pytest.mark.parametrize("to", MEGATRON)
 def test_a_loss_scale_passes_through_megatrons_formats(tmp_path: Path, to: Any) -> None:
     saved(tmp_path / "load", torch.float16)
-    convert(Conversion(load=tmp_path / "load", save=tmp_path / "save", to=to, tensor_parallel=2))
+    convert(load=tmp_path / "load", save=tmp_path / "save", to=to, tensor_parallel=2)
     scale = LossScale(2.0**32, torch.device("cpu"), dynamic=True)
     scale.load_state_dict(loaded(tmp_path / "save", torch.float16)[2]["loss_scaler"])
     assert scale.state_dict() == SCALE

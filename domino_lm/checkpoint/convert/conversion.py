@@ -3,7 +3,6 @@
 import shutil
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,32 +18,6 @@ from domino_lm.checkpoint.publish import publish
 from domino_lm.config.settings import ModelConfig
 
 RELEASE = "release"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversion:
-    """What to write, and where."""
-
-    load: Path
-    save: Path
-    to: Kind
-    iteration: int | None = None
-    """Which iteration of ``load`` to take; None takes the latest."""
-
-    tensor_parallel: int = 1
-    """Ranks that a legacy checkpoint is cut for, and that Megatron's vocabulary is padded for."""
-
-    dtype: torch.dtype | None = None
-    """Data type of the weights; None keeps that of the source."""
-
-    vocab_size: int | None = None
-    """True vocabulary, if the source does not know it or knows a wrong one."""
-
-    model: ModelConfig | None = None
-    """Settings for a checkpoint of Megatron's that holds no arguments."""
-
-    optimizer: bool = True
-    """Whether to convert moments and schedule too, if both kinds have them."""
 
 
 def open_stored(load: Path, iteration: int | None = None, model: ModelConfig | None = None) -> StoredModel:
@@ -64,34 +37,47 @@ def open_stored(load: Path, iteration: int | None = None, model: ModelConfig | N
     return readers[kind]()
 
 
-def convert(conversion: Conversion) -> tuple[StoredModel, Path]:
-    """Convert, and return what was read and the folder that was written.
+def convert(
+    load: Path,
+    save: Path,
+    to: Kind,
+    *,
+    iteration: int | None = None,
+    tensor_parallel: int = 1,
+    dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    model: ModelConfig | None = None,
+    optimizer: bool = True,
+) -> tuple[StoredModel, Path]:
+    """Convert ``iteration`` of ``load``, by default the latest, and return what was read and the folder that was written.
+
+    A legacy checkpoint is cut for ``tensor_parallel`` ranks, and Megatron's vocabulary padded for them. ``dtype`` is that of
+    the weights, by default the source's; ``vocab_size`` the true vocabulary, if the source does not know it or knows a wrong
+    one; ``model`` has the settings for a checkpoint of Megatron's that holds no arguments. Without ``optimizer`` moments and
+    schedule stay behind.
 
     The folder appears under its name once it is complete and on disk. Raises CheckpointError if anything is refused or
     fails; an older checkpoint and tracker are then as they were. Nothing that exists is overwritten.
     """
-    stored = with_vocabulary(open_stored(conversion.load, conversion.iteration, conversion.model), conversion.vocab_size)
-    stored = stored.with_dtype(conversion.dtype)
-    if not conversion.optimizer:
+    stored = with_vocabulary(open_stored(load, iteration, model), vocab_size).with_dtype(dtype)
+    if not optimizer:
         stored = stored.without_optimizer()
-    check_tensor_parallel(stored.model, conversion.tensor_parallel)
-    final, tracked_as = _target(stored, conversion)
+    check_tensor_parallel(stored.model, tensor_parallel)
+    final, tracked_as = _target(stored, save, to)
     if final.exists() and (final.is_file() or any(final.iterdir())):
         raise CheckpointError(f"{final} exists already and is not overwritten; give --save another folder, or remove it")
     unfinished = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
     writers: dict[Kind, Callable[[], None]] = {
         "native": lambda: write_native(stored, unfinished),
-        "megatron-torch_dist": lambda: write_torch_dist(stored, unfinished, conversion.tensor_parallel),
-        "megatron-legacy": lambda: write_legacy(stored, unfinished, conversion.tensor_parallel),
+        "megatron-torch_dist": lambda: write_torch_dist(stored, unfinished, tensor_parallel),
+        "megatron-legacy": lambda: write_legacy(stored, unfinished, tensor_parallel),
         "hf": lambda: write_hugging_face(stored, unfinished),
     }
     try:
         unfinished.mkdir(parents=True)
-        writers[conversion.to]()
+        writers[to]()
         publish(unfinished, final, tracked_as)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{final}: the checkpoint could not be written ({error}); nothing was left there") from error
-    except RuntimeError as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         # torch.save buries a full disk under a failed check of its own.
         reason = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(f"{final}: the checkpoint could not be written ({reason}); nothing was left there") from error
@@ -100,14 +86,12 @@ def convert(conversion: Conversion) -> tuple[StoredModel, Path]:
     return stored, final
 
 
-def _target(stored: StoredModel, conversion: Conversion) -> tuple[Path, str | None]:
+def _target(stored: StoredModel, save: Path, to: Kind) -> tuple[Path, str | None]:
     """The folder to write, and the tracker's text, or None if the kind has no tracker."""
-    if conversion.to == "hf":
-        if (conversion.save / TRACKER_FILE).exists():
-            raise CheckpointError(
-                f"{conversion.save} holds checkpoints of training; give --save a folder of its own for a Hugging Face model"
-            )
-        return conversion.save, None
-    if conversion.to != "native" and stored.iteration == 0:
-        return conversion.save / RELEASE, RELEASE  # Megatron's name for weights that come from no run of its own
-    return iteration_folder(conversion.save, stored.iteration), str(stored.iteration)
+    if to == "hf":
+        if (save / TRACKER_FILE).exists():
+            raise CheckpointError(f"{save} holds checkpoints of training; give --save a folder of its own for a Hugging Face model")
+        return save, None
+    if to != "native" and stored.iteration == 0:
+        return save / RELEASE, RELEASE  # Megatron's name for weights that come from no run of its own
+    return iteration_folder(save, stored.iteration), str(stored.iteration)
