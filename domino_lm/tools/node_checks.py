@@ -112,8 +112,7 @@ def _layout(report: Report, mesh: ParallelMesh) -> None:
     hosts = list(dict.fromkeys(host for host, *_ in found))
     counts = {host: sum(other == host for other, *_ in found) for host in hosts}
     report.add("ranks", f"{len(found)} on {len(hosts)} node(s): {', '.join(f'{host} ({n})' for host, n in counts.items())}")
-    uneven = len(set(counts.values())) > 1
-    if uneven:
+    if len(set(counts.values())) > 1:
         report.add("ranks per node", "differ", warning=True)
     devices = [(host, device) for host, device, *_ in found if device != "cpu"]
     twice = next((place for place in devices if devices.count(place) > 1), None)
@@ -140,22 +139,17 @@ def _versions(report: Report, world: Communicator, mine: dict[str, str]) -> None
 
 def _clocks(report: Report, world: Communicator, limits: Limits) -> None:
     """Offset of every rank's clock from rank 0's, by the fastest of some pings."""
-    offsets = []
-    for other in range(1, world.size):
-        offset = _ping(world, other)
-        offsets.append(world.broadcast_object(offset))
+    offsets = [world.broadcast_object(_ping(world, other)) for other in range(1, world.size)]
     if not offsets:
         report.add("clocks", "one rank")
         return
-    worst = max(range(len(offsets)), key=lambda i: abs(offsets[i]))
-    found = f"within {max(abs(offset) for offset in offsets) * 1e3:.1f} ms of rank 0"
-    fault = None
-    if abs(offsets[worst]) > limits.max_clock_offset_s:
-        fault = (
-            f"the clock of rank {worst + 1} is {offsets[worst]:+.1f} s off rank 0's (--max-clock-offset-seconds "
-            f"{limits.max_clock_offset_s:g}); synchronise the nodes' clocks, or logs and file times of a run will mislead."
-        )
-    report.add("clocks", found, fault)
+    rank, offset = max(enumerate(offsets, start=1), key=lambda one: abs(one[1]))
+    fault = (
+        f"the clock of rank {rank} is {offset:+.1f} s off rank 0's (--max-clock-offset-seconds "
+        f"{limits.max_clock_offset_s:g}); synchronise the nodes' clocks, or logs and file times of a run will mislead."
+    )
+    found = f"within {abs(offset) * 1e3:.1f} ms of rank 0"
+    report.add("clocks", found, fault if abs(offset) > limits.max_clock_offset_s else None)
 
 
 def _ping(world: Communicator, other: int) -> float:
@@ -179,16 +173,16 @@ def _ping(world: Communicator, other: int) -> float:
 def _reach(report: Report, mesh: ParallelMesh) -> None:
     """Every rank sends its number to every other one."""
     size = mesh.world.size
-    if size > 1:
-        sent = torch.full((size,), float(mesh.world.rank), device=mesh.device)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        right = received.tolist() == [float(rank) for rank in range(size)]
-        wrong = [rank for rank, ok in enumerate(mesh.world.all_gather_object(right)) if not ok]
-        fault = f"rank(s) {', '.join(map(str, wrong))} received other numbers than were sent; look at the network." if wrong else None
-        report.add("reachability", f"all {size * (size - 1)} pairs", fault)
-    else:
+    if size == 1:
         report.add("reachability", "one rank")
+        return
+    sent = torch.full((size,), float(mesh.world.rank), device=mesh.device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    right = received.tolist() == [float(rank) for rank in range(size)]
+    wrong = [rank for rank, ok in enumerate(mesh.world.all_gather_object(right)) if not ok]
+    fault = f"rank(s) {', '.join(map(str, wrong))} received other numbers than were sent; look at the network." if wrong else None
+    report.add("reachability", f"all {size * (size - 1)} pairs", fault)
 
 
 def _bandwidth(report: Report, mesh: ParallelMesh, limits: Limits) -> None:
@@ -206,13 +200,12 @@ def _bandwidth(report: Report, mesh: ParallelMesh, limits: Limits) -> None:
         uneven = rates[slowest] < SLOW_SHARE * middle
         if uneven:
             text += f"; slowest around rank {slowest} on {found[slowest][1]}"
-        fault = None
-        if name == "TP" and rates[slowest] < limits.min_gbytes_per_s * 1e9:
-            fault = (
-                f"the tensor-parallel group of rank {slowest} on {found[slowest][1]} reaches {rates[slowest] / 1e9:.2f} GB/s "
-                f"(--min-gbytes-per-second {limits.min_gbytes_per_s:g}); look at its links."
-            )
-        report.add(f"{name} all-reduce", text, fault, uneven)
+        fault = (
+            f"the tensor-parallel group of rank {slowest} on {found[slowest][1]} reaches {rates[slowest] / 1e9:.2f} GB/s "
+            f"(--min-gbytes-per-second {limits.min_gbytes_per_s:g}); look at its links."
+        )
+        too_slow = name == "TP" and rates[slowest] < limits.min_gbytes_per_s * 1e9
+        report.add(f"{name} all-reduce", text, fault if too_slow else None, uneven)
 
 
 def measure(group: Communicator, device: torch.device) -> tuple[float, float]:
@@ -290,7 +283,5 @@ def _disk(report: Report, world: Communicator, limits: Limits) -> None:
             free = 0.0
         found = world.all_gather_object((free, socket.gethostname()))
         least, host = min(found)
-        fault = None
-        if least < limits.min_free_gib:
-            fault = f"{folder} has {least:.1f} GiB free on {host} (--min-free-gib {limits.min_free_gib:g}); make room, or save elsewhere."
-        report.add(f"free in {folder}", f"{least:.1f} GiB at least", fault)
+        fault = f"{folder} has {least:.1f} GiB free on {host} (--min-free-gib {limits.min_free_gib:g}); make room, or save elsewhere."
+        report.add(f"free in {folder}", f"{least:.1f} GiB at least", fault if least < limits.min_free_gib else None)

@@ -1,7 +1,5 @@
 """Draw the curves of one or several runs: ``python tools/plot_run.py runs/a/metrics.jsonl runs/b --output curves.png``."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -55,7 +53,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def draw(runs: Sequence[RunCurves], names: Sequence[str], along: str, path: Path) -> None:
+def draw(runs: Sequence["RunCurves"], names: Sequence[str], along: str, path: Path) -> None:
     """Write one picture with a panel for each quantity; the file appears whole or not at all."""
     from matplotlib.figure import Figure
 
@@ -75,7 +73,7 @@ def draw(runs: Sequence[RunCurves], names: Sequence[str], along: str, path: Path
     write_png(figure, path)
 
 
-def _panel(axes: Any, run: RunCurves, name: str, quantity: str, along: str, colour: str) -> None:
+def _panel(axes: Any, run: "RunCurves", name: str, quantity: str, along: str, colour: str) -> None:
     """One quantity of one run of ``colour`` (C0, C1, ...); the loss with each validation set as dots, throughput with its noise behind a running median."""
     points = run.points(quantity, along)
     x, y = [x for x, _ in points], [y for _, y in points]
