@@ -136,6 +136,7 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
 
 def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = ()) -> Trainer:
     """Tokenizer, data, model and trainer, resumed if ``--load`` says so; rank 0 prints what was built."""
+    from domino_lm.checkpoint.same_model import with_gelu_of_checkpoint
     from domino_lm.launch.auto_schedule import settle_schedule
     from domino_lm.model.build import build_stack
     from domino_lm.model.kernels.backends import choose_kernels, install_kernels
@@ -146,12 +147,13 @@ def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (
     if folder is not None:
         together(mesh.world, lambda: require_writable(folder) if mesh.world.rank == 0 else None)
     run, data, tokenizer = build_data(run, mesh)
+    run, kept = with_gelu_of_checkpoint(run)
     run, candidates = settle_schedule(run, mesh)
     stack = build_stack(run.model, mesh.tp, run.training.seed, dtype_of(run.precision.params_dtype), mesh.device)
     chosen = together(mesh.world, lambda: choose_kernels(run.kernels, mesh.device, stack.embedding.weight.dtype, run.model.hidden_size))
     install_kernels(stack, chosen)
     trainer = Trainer(run, mesh, stack, data, tokenizer_identity=tokenizer.identity() if tokenizer else None)
-    trainer.console("\n".join(filter(None, [summary(run, mesh, trainer, ignored), candidates])))
+    trainer.console("\n".join(filter(None, [summary(run, mesh, trainer, ignored), candidates, kept])))
     trainer.load()
     if folder is not None:
         together(mesh.world, lambda: save_config(run, folder) if mesh.world.rank == 0 else None)

@@ -19,7 +19,7 @@ LOSS_SCALE = ("scale", "growth_tracker", "hysteresis_tracker")
 """A checkpoint's keys of a dynamic loss scale."""
 _SAME_NAME = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention kv_channels seq_length max_position_embeddings "
-    "position_embedding_type rotary_base use_rope_scaling rope_scaling_factor normalization swiglu bias_gelu_fusion add_bias_linear untie_embeddings_and_output_weights "
+    "position_embedding_type rotary_base use_rope_scaling rope_scaling_factor normalization swiglu bias_gelu_fusion openai_gelu add_bias_linear untie_embeddings_and_output_weights "
     "attention_dropout hidden_dropout init_method_std vocab_size make_vocab_size_divisible_by"
 ).split()
 _SETTINGS = "global_batch_size micro_batch_size train_iters seed lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps".split()
@@ -69,7 +69,7 @@ def arithmetic_of(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = ["num_attention_heads", "position_embedding_type", "normalization", "norm_epsilon", "swiglu"]
     names += ["rotary_base", "use_rope_scaling"] if model.position_embedding_type == "rope" else []
     names += ["rope_scaling_factor"] if model.use_rope_scaling else []
-    names += [] if model.swiglu else ["bias_gelu_fusion"]
+    names += [] if model.swiglu else ["bias_gelu_fusion", "openai_gelu"]
     return {name: getattr(model, name) for name in names}
 
 
@@ -137,6 +137,7 @@ def megatron_args(
     values = {name: getattr(model, name) for name in _SAME_NAME}
     values |= {
         "ffn_hidden_size": model.ffn_width,
+        "bias_gelu_fusion": model.bias_gelu_fusion and model.add_bias_linear,
         "kv_channels": model.head_width,
         "max_position_embeddings": model.position_rows,
         "num_query_groups": model.query_groups,

@@ -1,6 +1,7 @@
 """What a resumed run takes from its checkpoint, and whether the checkpoint's model is the one of the run that loads it."""
 
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from domino_lm.checkpoint.megatron_distributed import read_common
 from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint
 from domino_lm.checkpoint.megatron_state import read_model
 from domino_lm.checkpoint.source import read_native_record
-from domino_lm.config.settings import ConfigError, ModelConfig
+from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig
 from domino_lm.model.families.transformer import RESOLVED, without_redundant_settings
 
 LEFT_OPEN_TO_RESUME = {
@@ -47,6 +48,17 @@ def _value(model: dict[str, Any], name: str) -> object:
         return getattr(ModelConfig(**model), RESOLVED.get(name, name))
     except TypeError:
         return model[name]
+
+
+def with_gelu_of_checkpoint(run: RunConfig) -> tuple[RunConfig, str]:
+    """``run`` with GELU by tanh, and a line that says so, if it resumes a checkpoint of before format version 2, which has no biases."""
+    folder = run.checkpoint.load
+    with suppress(CheckpointError):  # what is wrong with it is said when it is loaded
+        found = settings_of_model(folder, run.checkpoint.ckpt_step) if folder is not None else None
+        if found and found.get("openai_gelu") and run.model.gelu_approximation == "none":
+            model = replace(run.model, openai_gelu=True)
+            return replace(run, model=model), f"the checkpoint in {folder} was trained with GELU by tanh; it goes on so, as with --openai-gelu"
+    return run, ""
 
 
 def settings_of_model(folder: Path | str, iteration: int | None = None) -> dict[str, object] | None:

@@ -19,7 +19,7 @@ from domino_lm.model.head import Head
 from domino_lm.model.parameter import Parameter
 from domino_lm.parallel.collectives import Communicator
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _RECORD_KEYS = {"iteration", "vocab_size", "optimizer_steps", "state"}
 
@@ -220,9 +220,17 @@ def read_native_record(path: Path, metadata: Metadata) -> dict[str, Any]:
         missing = _RECORD_KEYS - record.keys()
         if missing:
             raise KeyError(", ".join(sorted(missing)))
+        if version < 2:
+            _keep_tanh(record["state"].get("model") or {})
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not the state of a checkpoint, or damaged ({error}); take another checkpoint") from error
     return {"softmax_rows": None, **record}
+
+
+def _keep_tanh(model: dict[str, Any]) -> None:
+    """Before format version 2, GELU was computed by tanh without biases too."""
+    if not (model.get("add_bias_linear", True) or model.get("swiglu") or model.get("model")) and model.get("bias_gelu_fusion", True):
+        model["openai_gelu"] = True
 
 
 def vocab_size_of(stack: HasParameters) -> int | None:

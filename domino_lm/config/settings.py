@@ -86,7 +86,10 @@ class ModelConfig:
     """Gated MLP, silu(gate) * up, in place of GELU."""
 
     bias_gelu_fusion: bool = True
-    """GELU by its tanh approximation, as Megatron's fused kernel computes it; --no-bias-gelu-fusion takes the exact erf."""
+    """GELU by its tanh approximation, as Megatron's kernel that is fused with the bias computes it; --no-bias-gelu-fusion takes the exact erf, which models without biases have anyway."""
+
+    openai_gelu: bool = False
+    """GELU by its tanh approximation, without biases too."""
 
     add_bias_linear: bool = True
     """Bias in every linear layer; --disable-bias-linear turns all of them off."""
@@ -118,6 +121,11 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return 4 * self.hidden_size * 2 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def gelu_approximation(self) -> Literal["tanh", "none"]:
+        """How GELU is computed: none is the exact erf."""
+        return "tanh" if self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear) else "none"
 
     @property
     def head_width(self) -> int:

@@ -14,6 +14,8 @@ from domino_lm.model.rope import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, OR
 
 Get = Callable[[str], Tensor]
 Piece = tuple[str, Callable[[Tensor], Tensor]]
+NO_BIASES = "add_bias_linear"
+"""Key of a GPT-2's config.json, ours alone: false says that all biases of its linear layers, which GPT-2 always has, are zero."""
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
@@ -82,9 +84,13 @@ class Gpt2(Layout):
 
     def pieces(self, name: str) -> Iterator[Piece]:
         yield self._name(name), lambda whole: self._stored(name, whole)
+        if self._is_linear(name) and not self.model.add_bias_linear:
+            yield self._name(name.removesuffix("weight") + "bias"), lambda whole: whole.new_zeros(whole.shape[0])
 
     def whole(self, name: str, get: Get) -> Tensor:
-        stored = get(self._name(name))
+        stored, *biases = (get(piece) for piece, _ in self.pieces(name))
+        if any(bias.any() for bias in biases):
+            raise CheckpointError(f"config.json says {NO_BIASES} false, but {self._name(name)} has a bias that is not zero; remove that key")
         stored = stored.t() if self._is_linear(name) else stored
         if "linear_qkv" in name:
             query, key, value = stored.chunk(3)
@@ -102,9 +108,10 @@ class Gpt2(Layout):
             "n_layer": model.num_layers,
             "n_head": model.num_attention_heads,
             "n_inner": None if model.ffn_width == 4 * model.hidden_size else model.ffn_width,
-            "activation_function": "gelu_new" if model.bias_gelu_fusion else "gelu",
+            "activation_function": "gelu_new" if model.gelu_approximation == "tanh" else "gelu",
             "layer_norm_epsilon": model.norm_epsilon,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+            **({} if model.add_bias_linear else {NO_BIASES: False}),
         }
 
     def _stored(self, name: str, whole: Tensor) -> Tensor:
@@ -191,8 +198,6 @@ def _not_gpt2(model: ModelConfig) -> Iterator[str]:
         yield "GPT-2 has learned positions"
     if model.normalization != "LayerNorm" or model.swiglu:
         yield "GPT-2 has LayerNorm and GELU"
-    if not model.add_bias_linear:
-        yield "GPT-2 has a bias in every linear layer"
     if model.query_groups != model.num_attention_heads:
         yield "GPT-2 has no grouped queries"
     if model.head_width * model.num_attention_heads != model.hidden_size:
@@ -224,6 +229,7 @@ def read_settings(config: Mapping[str, Any], where: str) -> Layout:
 
 def _read_gpt2(config: Mapping[str, Any], where: str) -> ModelConfig:
     activation = config.get("activation_function", "gelu_new")
+    tanh, biases = activation != "gelu", bool(config.get(NO_BIASES, True))
     _refuse(config, where, {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False})
     if activation not in (*_TANH_GELU, "gelu"):
         raise CheckpointError(f"{where}: activation_function {activation!r} is not read; gelu and its tanh forms are")
@@ -234,7 +240,9 @@ def _read_gpt2(config: Mapping[str, Any], where: str) -> ModelConfig:
         num_attention_heads=config["n_head"],
         seq_length=config["n_positions"],
         norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
-        bias_gelu_fusion=activation != "gelu",
+        add_bias_linear=biases,
+        bias_gelu_fusion=tanh or not biases,
+        openai_gelu=tanh and not biases,
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", True),
         attention_dropout=config.get("attn_pdrop", 0.1),
         hidden_dropout=config.get("resid_pdrop", 0.1),

@@ -70,7 +70,8 @@ class Transformer(Family):
             ("max_position_embeddings", rope, "RoPE has no table of positions"),
             ("rotary_base", not rope, "positions are learned"),
             ("rope_scaling_factor", not model.use_rope_scaling, "RoPE's frequencies are not scaled"),
-            ("bias_gelu_fusion", model.swiglu, "--swiglu has no GELU"),
+            ("bias_gelu_fusion", model.swiglu or not model.add_bias_linear, "--swiglu has no GELU, and there is none to fuse without biases"),
+            ("openai_gelu", model.swiglu, "--swiglu has no GELU"),
             ("group_query_attention", model.query_groups == model.num_attention_heads, "each query head has its own keys and values"),
             ("num_query_groups", model.query_groups == model.num_attention_heads, "each query head has its own keys and values"),
         )
@@ -145,5 +146,7 @@ def without_redundant_settings(model: ModelConfig) -> ModelConfig:
     for name, resolved in RESOLVED.items():
         shorter = replace(model, **{name: defaults[name]})
         model = shorter if getattr(model, resolved) == getattr(shorter, resolved) else model
+    tanh, biases = model.gelu_approximation == "tanh", model.add_bias_linear
+    model = replace(model, bias_gelu_fusion=tanh or not biases, openai_gelu=tanh and not biases)
     unread = Transformer(model).unread() if model.model is None else ()
     return replace(model, **{name: defaults[name] for name in unread})

@@ -71,7 +71,7 @@ class TransformerBuilder:
         b_in = self._bias(layer, "mlp.linear_fc1.bias", rows, blocks)
         if model.swiglu:
             return GatedMlp(self.tp, w_in, w_out, b_in)
-        return GeluMlp(self.tp, w_in, w_out, b_in, approximate="tanh" if model.bias_gelu_fusion else "none")
+        return GeluMlp(self.tp, w_in, w_out, b_in, approximate=model.gelu_approximation)
 
     def _norm(
         self, layer: int | None, name: str, fused_into: str | None, branch_bias: Parameter | None, positions: Parameter | None = None
