@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from domino_lm.checkpoint.convert.conversion import Conversion, convert, open_stored
+from domino_lm.checkpoint.convert.conversion import convert, open_stored
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.megatron_state import megatron_args, read_model
 from domino_lm.checkpoint.same_model import refuse_other_model
@@ -83,10 +83,10 @@ def test_a_gpt_without_biases_goes_to_hugging_face_and_back(tokens: Path, tmp_pa
     mesh = ParallelMesh.single(torch.device("cpu"))
     flags = f"--disable-bias-linear {'--openai-gelu' if openai else ''} --save {tmp_path / 'a'} --exit-interval 1 --eval-interval 0"
     built(mesh, tokens, flags).fit()
-    convert(Conversion(load=tmp_path / "a", save=tmp_path / "hf", to="hf"))
+    convert(load=tmp_path / "a", save=tmp_path / "hf", to="hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["activation_function"], config["add_bias_linear"]) == ("gelu_new" if openai else "gelu", False)
-    convert(Conversion(load=tmp_path / "hf", save=tmp_path / "b", to="native"))
+    convert(load=tmp_path / "hf", save=tmp_path / "b", to="native")
     there, back = open_stored(tmp_path / "a"), open_stored(tmp_path / "b")
     assert back.model.gelu_approximation == there.model.gelu_approximation
     for spec in there.specs():
@@ -96,8 +96,8 @@ def test_a_gpt_without_biases_goes_to_hugging_face_and_back(tokens: Path, tmp_pa
 def test_a_bias_where_the_file_says_that_there_is_none_is_refused(tokens: Path, tmp_path: Path) -> None:
     mesh = ParallelMesh.single(torch.device("cpu"))
     built(mesh, tokens, f"--save {tmp_path / 'a'} --exit-interval 2 --eval-interval 0").fit()
-    convert(Conversion(load=tmp_path / "a", save=tmp_path / "hf", to="hf"))
+    convert(load=tmp_path / "a", save=tmp_path / "hf", to="hf")
     config = tmp_path / "hf" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "add_bias_linear": False}))
     with pytest.raises(CheckpointError, match=r"add_bias_linear false, but .* has a bias that is not zero"):
-        convert(Conversion(load=tmp_path / "hf", save=tmp_path / "b", to="native"))
+        convert(load=tmp_path / "hf", save=tmp_path / "b", to="native")
