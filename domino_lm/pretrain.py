@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -60,16 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return train(command.run, command.ignored)
 
 
-def model_of_checkpoint(folder: str, iteration: int | None) -> dict[str, object] | None:
+def model_of_checkpoint(folder: str, iteration: int | None, explicit: Mapping[str, object]) -> dict[str, object] | None:
     """Settings of the model that a checkpoint of any kind holds, as --use-checkpoint-args takes them over; None if there is none.
 
-    Raises ConfigError if it does not say what its model is.
+    Raises ConfigError if it does not say what its model is, or if ``explicit`` settings say another shape.
     """
     from domino_lm.checkpoint.index import CheckpointError
-    from domino_lm.checkpoint.same_model import settings_of_model
+    from domino_lm.checkpoint.same_model import settings_to_take
 
     try:
-        return settings_of_model(folder, iteration)
+        return settings_to_take(folder, iteration, explicit)
     except CheckpointError as error:
         raise ConfigError(f"--use-checkpoint-args: {error}") from error
 

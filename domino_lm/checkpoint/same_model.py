@@ -1,5 +1,6 @@
 """What a resumed run takes from its checkpoint, and whether the checkpoint's model is the one of the run that loads it."""
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,14 +58,38 @@ def with_gelu_of_checkpoint(run: RunConfig) -> tuple[RunConfig, str]:
         found = settings_of_model(folder, run.checkpoint.ckpt_step) if folder is not None else None
         if found and found.get("openai_gelu") and run.model.gelu_approximation == "none":
             model = replace(run.model, openai_gelu=True)
-            return replace(run, model=model), f"the checkpoint in {folder} was trained with GELU by tanh; it goes on so, as with --openai-gelu"
+            return replace(
+                run, model=model
+            ), f"the checkpoint in {folder} was trained with GELU by tanh; it goes on so, as with --openai-gelu"
     return run, ""
+
+
+def settings_to_take(folder: str, iteration: int | None, explicit: Mapping[str, object]) -> dict[str, object] | None:
+    """Settings of the model in ``folder`` that a run takes over; None if there is no checkpoint.
+
+    The run's ``explicit`` settings stay if a resume leaves them open; the sequence, at most as long as the position table.
+    Raises ConfigError if others differ from the checkpoint's, CheckpointError as `settings_of_model` does.
+    """
+    found = settings_of_model(folder, iteration)
+    if found is None:
+        return None
+    theirs = ModelConfig(**found)  # type: ignore[arg-type]
+    if theirs.position_embedding_type == "learned_absolute":
+        found["max_position_embeddings"] = theirs.position_rows
+    shape = {name: explicit[name] for name in found if name in explicit and name not in LEFT_OPEN_TO_RESUME | {"vocab_size"}}
+    if without_redundant_settings(replace(theirs, **shape)) != without_redundant_settings(theirs):  # type: ignore[arg-type]
+        others = {name: _value(found, name) for name in shape if _value({**found, **shape}, name) != _value(found, name)}
+        words = ", ".join(f"--{name.replace('_', '-')} {shape[name]}, not {value}" for name, value in others.items())
+        raise ConfigError(
+            f"--use-checkpoint-args: the model in {folder} has another shape than asked for ({words}); leave these flags out."
+        )
+    return {name: value for name, value in found.items() if not (name in explicit and name in LEFT_OPEN_TO_RESUME)}
 
 
 def settings_of_model(folder: Path | str, iteration: int | None = None) -> dict[str, object] | None:
     """Settings of the model that the checkpoint in ``folder`` holds, by field name; None if there is no checkpoint.
 
-    Those of padding and of initial weights are left out: they are the run's business. Raises CheckpointError if the
+    Those of padding and of initial weights are left out: they are the run's business. So is ``model``: no checkpoint has code imported. Raises CheckpointError if the
     checkpoint does not say what its model is.
     """
     path = find_checkpoint(folder, iteration)
@@ -81,6 +106,6 @@ def settings_of_model(folder: Path | str, iteration: int | None = None) -> dict[
         stored = asdict(read_model(read_common(path, read_metadata(path)), str(path)))
     else:
         raise CheckpointError(f"{path}: not a checkpoint to train from; convert it with tools/convert_checkpoint.py --to native")
-    own = {"make_vocab_size_divisible_by", "mask_padded_vocab", "init_method_std"}
+    own = {"make_vocab_size_divisible_by", "mask_padded_vocab", "init_method_std", "model"}
     known = ModelConfig.__dataclass_fields__.keys() - own
     return {name: value for name, value in stored.items() if name in known}

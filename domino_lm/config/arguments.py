@@ -6,7 +6,7 @@ here imports torch.
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from domino_lm.config.flag_parser import DEFAULT, FlagParser
@@ -93,7 +93,7 @@ def build_parser() -> FlagParser:
     return parser
 
 
-ModelOfCheckpoint = Callable[[str, int | None], "dict[str, object] | None"]
+ModelOfCheckpoint = Callable[[str, int | None, Mapping[str, object]], "dict[str, object] | None"]
 """Settings of the model that the checkpoint in a folder holds, of an iteration or the latest; None if it holds none."""
 FaultsOf = Callable[[RunConfig], Iterable[str]]
 """What keeps settings from working together, a line per fault."""
@@ -114,8 +114,8 @@ def parse_command(argv: Sequence[str], model_of_checkpoint: ModelOfCheckpoint | 
     dry_run, layer = flags.values.pop("dry_run", False), flags.values.pop("plan_layer", None)
     print_plan = flags.values.pop("print_plan", False) or layer is not None
     try:
-        values = with_file_and_preset(flags.values)
-        taken = _from_checkpoint(values, model_of_checkpoint)
+        values, explicit = with_file_and_preset(flags.values)
+        taken = _from_checkpoint(values, explicit, model_of_checkpoint)
     except ConfigError as error:
         refuse([*flags.faults, str(error)])
         raise
@@ -132,8 +132,11 @@ def read_flags(parser: FlagParser, argv: Sequence[str]) -> Flags:
     return Flags(vars(found), ignored, faults, parser.wrong)
 
 
-def with_file_and_preset(flags: dict[str, Any]) -> dict[str, Any]:
-    """Values of flags, the file that --config names, and the preset that either names. Raises ConfigError for a wrong file."""
+def with_file_and_preset(flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values of flags, the file that --config names, and the preset that either names; then those of them that are no preset's.
+
+    Raises ConfigError for a wrong file.
+    """
     given = dict(flags)
     path, preset = given.pop("config", None), given.pop(PRESET, None)
     from_file = read_config(path, GONE) if path is not None else {}
@@ -144,7 +147,7 @@ def with_file_and_preset(flags: dict[str, Any]) -> dict[str, Any]:
     values = {**({**BESIDE_THE_MODEL, **PRESETS[str(name)]} if name else {}), **from_file, **given}
     if values.get("tokenizer_type") is None and values.get("vocab_file") and values.get("merge_file"):
         values["tokenizer_type"] = "GPT2BPETokenizer"  # what Megatron's pretraining of GPT takes for granted
-    return values
+    return values, {**from_file, **given}
 
 
 def sound_run(values: dict[str, Any], flags: Flags, faults_of: FaultsOf | None = None) -> RunConfig:
@@ -161,15 +164,20 @@ def sound_run(values: dict[str, Any], flags: Flags, faults_of: FaultsOf | None =
     return run
 
 
-def _from_checkpoint(values: dict[str, object], model_of_checkpoint: ModelOfCheckpoint | None) -> dict[str, object]:
-    """Settings of the model in --load if --use-checkpoint-args asks for them; a vocabulary size only if nothing else gives one."""
+def _from_checkpoint(
+    values: dict[str, object], explicit: dict[str, object], model_of_checkpoint: ModelOfCheckpoint | None
+) -> dict[str, object]:
+    """Settings of the model in --load if --use-checkpoint-args asks for them; a vocabulary size only if nothing else gives one.
+
+    What is ``explicit`` beside the model's shape stays; for its shape it must say the same.
+    """
     if not values.get("use_checkpoint_args"):
         return {}
     folder, step = values.get("load"), values.get("ckpt_step")
     if folder is None:
         raise ConfigError("--use-checkpoint-args takes the model from a checkpoint: give --load.")
     assert model_of_checkpoint is not None, "the program passes it"
-    found = model_of_checkpoint(str(folder), step if isinstance(step, int) else None) or {}
+    found = model_of_checkpoint(str(folder), step if isinstance(step, int) else None, explicit) or {}
     if values.get("tokenizer_type") is not None or values.get("vocab_size") is not None:
         found = {key: value for key, value in found.items() if key != "vocab_size"}
     return found

@@ -28,7 +28,7 @@ class CheckpointConfig:
     """Iteration of --load to take; None takes the latest complete one."""
 
     use_checkpoint_args: bool = False
-    """Take the model's settings from the checkpoint in --load, whatever the command line says of them; vocabulary and tokenizer stay this command's. Without a checkpoint there the command line holds."""
+    """Take the model's settings from the checkpoint in --load in place of a preset's. What flags or --config say of its shape must be the same; of sequence length, dropout, vocabulary and tokenizer they win. Without a checkpoint there the command line holds."""
 
     no_load_optim: bool = False
     """Load weights alone; optimizer, schedule and iteration start from the beginning."""

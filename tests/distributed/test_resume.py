@@ -15,6 +15,7 @@ import pytest
 from domino_lm.config.arguments import parse_command
 from domino_lm.config.settings import ConfigError
 from domino_lm.data.indexed import IndexedDatasetWriter
+from domino_lm.launch.checks import run_faults
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.pretrain import build_trainer, model_of_checkpoint
 from domino_lm.training.trainer import Trainer
@@ -166,13 +167,31 @@ BARE = "--lr 1e-2 --micro-batch-size 2 --train-iters 8 --mock-data"
 
 def test_the_model_is_taken_from_the_checkpoint_when_asked_for(ranks: Ranks, folder: Path, tmp_path: Path) -> None:
     ranks(1).run(saved_twice, folder / "tokens", f"--save {tmp_path}")
-    words = f"{BARE} --num-layers 7 --load {tmp_path} --use-checkpoint-args".split()
+    words = f"{BARE} --load {tmp_path} --use-checkpoint-args".split()
     command = parse_command(words, model_of_checkpoint)
     expected = configure(folder / "tokens").model
     assert (command.run.model.num_layers, command.run.model.hidden_size, command.run.model.vocab_size) == (2, 32, VOCABULARY)
     assert command.run.model.hidden_dropout == expected.hidden_dropout
     assert "num_layers 2" in command.from_checkpoint
     assert parse_command([*words, "--vocab-size", "500"], model_of_checkpoint).run.model.vocab_size == 500
+    preset = parse_command([*words, "--preset", "debug-llama"], model_of_checkpoint).run.model
+    assert (preset.num_layers, preset.hidden_size, preset.swiglu, preset.seq_length) == (2, 32, False, 16)
+
+
+def test_what_flags_and_file_say_wins_beside_the_shape_of_the_checkpoints_model(ranks: Ranks, folder: Path, tmp_path: Path) -> None:
+    ranks(1).run(saved_twice, folder / "tokens", f"--save {tmp_path}")
+    words = f"{BARE} --load {tmp_path} --use-checkpoint-args".split()
+    (tmp_path / "run.toml").write_text("[model]\nattention_dropout = 0.3\n")
+    model = parse_command(
+        [*words, "--seq-length", "8", "--hidden-dropout", "0.0", "--config", str(tmp_path / "run.toml")], model_of_checkpoint
+    ).run.model
+    assert (model.seq_length, model.hidden_dropout, model.attention_dropout, model.position_rows) == (8, 0.0, 0.3, 16)
+    with pytest.raises(ConfigError, match=r"--seq-length 32 is longer than the position table of --max-position-embeddings 16"):
+        parse_command([*words, "--seq-length", "32"], model_of_checkpoint, lambda run: run_faults(run, 1))
+    with pytest.raises(ConfigError, match=r"another shape than asked for \(--num-layers 7, not 2, --swiglu True, not False\); leave these"):
+        parse_command([*words, "--num-layers", "7", "--swiglu", "--kv-channels", "8"], model_of_checkpoint)
+    same = ["--num-layers", "2", "--kv-channels", "8", "--ffn-hidden-size", "128"]  # as the checkpoint's resolve
+    assert parse_command([*words, *same], model_of_checkpoint).run.model.num_layers == 2
 
 
 def test_without_a_checkpoint_the_command_line_describes_the_model(tmp_path: Path) -> None:

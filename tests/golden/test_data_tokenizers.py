@@ -136,9 +136,9 @@ def test_null_tokenizer_reads_numbers_as_megatron_does(case: dict[str, Any]) -> 
 
 
 def test_null_tokenizer_has_megatrons_special_ids() -> None:
-    assert (null().vocab_size, null().eod) == (NULL["vocab_size"], NULL["eod"])
+    assert (null().vocab_size, null().eod, null().pad) == (NULL["vocab_size"], NULL["eod"], NULL["pad"])
     given, expected = null(null_tokenizer_eod_id=5, null_tokenizer_pad_id=7), NULL["with_eod5_pad7"]
-    assert (given.vocab_size, given.eod) == (expected["vocab_size"], expected["eod"])
+    assert (given.vocab_size, given.eod, given.pad) == (expected["vocab_size"], expected["eod"], expected["pad"])
 
 
 def test_null_tokenizer_of_older_versions_has_its_end_of_document_behind_the_vocabulary() -> None:

@@ -90,7 +90,9 @@ class Gpt2(Layout):
     def whole(self, name: str, get: Get) -> Tensor:
         stored, *biases = (get(piece) for piece, _ in self.pieces(name))
         if any(bias.any() for bias in biases):
-            raise CheckpointError(f"config.json says {NO_BIASES} false, but {self._name(name)} has a bias that is not zero; remove that key")
+            raise CheckpointError(
+                f"config.json says {NO_BIASES} false, but {self._name(name)} has a bias that is not zero; remove that key"
+            )
         stored = stored.t() if self._is_linear(name) else stored
         if "linear_qkv" in name:
             query, key, value = stored.chunk(3)

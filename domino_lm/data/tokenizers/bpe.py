@@ -26,6 +26,7 @@ class _Backed:
 
     uses_threads = False
     eod: int | None
+    pad: int | None
     _include_special = False
     _border = NOWHERE
     """Where a long text may be cut without changing its ids."""
@@ -81,6 +82,7 @@ class GPT2BPETokenizer(_Backed):
         if not isinstance(vocabulary, dict) or not all(len(line.split(" ")) == 2 for line in merges):
             raise TokenizerError("the first must be a JSON object of tokens and ids, the second lines of two tokens")
         self.eod: int | None = vocabulary.setdefault(END_OF_TEXT, len(vocabulary))
+        self.pad: int | None = None
         self.vocab_size: int = len(vocabulary)
         description = json.dumps(_gpt2_description(vocabulary, merges))
         super().__init__(description, FastEncoder.create(description, END_OF_TEXT))
@@ -127,7 +129,8 @@ class HuggingFaceTokenizer(_Backed):
         if fast is not None and not _is_gpt2s(description["pre_tokenizer"]) and not fast.agrees_with(self.encode):
             self._fast, self.uses_threads = None, False
         self.vocab_size: int = len(self._ids) if self._fast is not None else self._backend.get_vocab_size(with_added_tokens=True)
-        self.eod: int | None = self._end_of_document()
+        self.eod: int | None = self._named("eos_token")
+        self.pad: int | None = self._named("pad_token")
 
     def identity(self) -> dict[str, str]:
         return {
@@ -137,8 +140,8 @@ class HuggingFaceTokenizer(_Backed):
             "special_tokens": str(self._include_special),
         }
 
-    def _end_of_document(self) -> int | None:
-        token = self._config.get("eos_token")
+    def _named(self, name: str) -> int | None:
+        token = self._config.get(name)
         content = token.get("content") if isinstance(token, dict) else token
         if content is None:
             return None

@@ -55,7 +55,8 @@ def _null(settings: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
 
     if vocab_size is None:
         raise TokenizerError("--tokenizer-type NullTokenizer reads numbers and has no vocabulary of its own: give --vocab-size.")
-    return NullTokenizer(vocab_size, eod=settings.null_tokenizer_eod_id, extra_eod=settings.null_tokenizer_extra_eod)
+    eod, pad, extra = settings.null_tokenizer_eod_id, settings.null_tokenizer_pad_id, settings.null_tokenizer_extra_eod
+    return NullTokenizer(vocab_size, eod=eod, pad=pad, extra_eod=extra)
 
 
 TOKENIZER_TYPES: dict[str, Callable[[TokenizerConfig, int | None], Tokenizer]] = {

@@ -14,7 +14,7 @@ class NullTokenizer:
 
     uses_threads = False
 
-    def __init__(self, vocab_size: int, eod: int | None = None, extra_eod: bool = False) -> None:
+    def __init__(self, vocab_size: int, eod: int | None = None, pad: int | None = None, extra_eod: bool = False) -> None:
         if vocab_size < 1:
             raise TokenizerError(f"--vocab-size {vocab_size} leaves no id; use at least 1.")
         if extra_eod and eod is not None:
@@ -27,6 +27,7 @@ class NullTokenizer:
                 f"--null-tokenizer-eod-id {eod} is outside --vocab-size {vocab_size}; use 0 to {vocab_size - 1}, or --null-tokenizer-extra-eod."
             )
         self.eod: int | None = self.vocab_size - 1 if eod is None else eod
+        self.pad: int | None = -1 if pad is None else pad
 
     def encode(self, text: str) -> list[int]:
         """Raises TokenizerError if the text is not ids with single spaces between them."""

@@ -34,8 +34,8 @@ class SentencePieceTokenizer:
         self._path = tokenizer_model
         self._model: Any = SentencePieceProcessor(model_file=tokenizer_model)
         self.vocab_size: int = self._model.vocab_size()
-        eos: int = self._model.eos_id()
-        self.eod: int | None = eos if eos >= 0 else None
+        ids: list[int] = [self._model.eos_id(), self._model.pad_id()]
+        self.eod, self.pad = (found if found >= 0 else None for found in ids)
         self._words = WordMemory(self._model) if _words_are_independent(tokenizer_model, self._model) else None
 
     def encode(self, text: str) -> list[int]:
@@ -81,6 +81,7 @@ class LegacySentencePieceTokenizer:
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._space: int = model.piece_to_id(SPACE)
         self.eod: int | None = None
+        self.pad: int | None = None
 
     def encode(self, text: str) -> list[int]:
         parts = self._cut.split(text) if self._cut is not None else [text]

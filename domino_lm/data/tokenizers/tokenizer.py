@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
         """Id that ends a document; None when the vocabulary has none."""
 
     @property
+    def pad(self) -> int | None:
+        """Id that the vocabulary calls padding, None when there is none; short samples are filled up without an id."""
+
+    @property
     def uses_threads(self) -> bool:
         """Whether several of its kind encode at the same time in threads of one process (they free the interpreter's lock)."""
 

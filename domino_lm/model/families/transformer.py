@@ -70,7 +70,11 @@ class Transformer(Family):
             ("max_position_embeddings", rope, "RoPE has no table of positions"),
             ("rotary_base", not rope, "positions are learned"),
             ("rope_scaling_factor", not model.use_rope_scaling, "RoPE's frequencies are not scaled"),
-            ("bias_gelu_fusion", model.swiglu or not model.add_bias_linear, "--swiglu has no GELU, and there is none to fuse without biases"),
+            (
+                "bias_gelu_fusion",
+                model.swiglu or not model.add_bias_linear,
+                "--swiglu has no GELU, and there is none to fuse without biases",
+            ),
             ("openai_gelu", model.swiglu, "--swiglu has no GELU"),
             ("group_query_attention", model.query_groups == model.num_attention_heads, "each query head has its own keys and values"),
             ("num_query_groups", model.query_groups == model.num_attention_heads, "each query head has its own keys and values"),
