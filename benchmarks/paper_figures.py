@@ -260,7 +260,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     panels[2].set(xscale="log", xlabel="micro-batch that is assumed", ylabel="mean absolute error", title="error by batch", ylim=(0, None))
     panels[2].set_xticks(list(report["batches"]), [str(batch) for batch in report["batches"]])
     panels[2].minorticks_off()
-    panels[2].legend(frameon=False, fontsize=8)
+    panels[2].legend(loc=(0.55, 0.58), frameon=False, fontsize=8, handlelength=4, markerscale=0.7)  # long enough to tell dashed from solid
     write_png(picture, path)
 
 

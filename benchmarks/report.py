@@ -103,12 +103,20 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     for row, link in zip(grid, links, strict=True):
         for axes, phase in zip(row, PHASES, strict=True):
             panel(axes, link, phase)
-    model = results["case"]["model"]
-    figure.suptitle(
-        f"{FAMILY_NAMES[results['case']['family']]}, hidden {model['hidden_size']}, vocabulary {model['vocab_size']}, TP {results['case']['tensor_parallel']}: "
-        "share of the same program's time without communication (1 = all communication hidden)"
-    )
+    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9, handlelength=3)
+    figure.suptitle(f"{case_title(results['case'])}\nshare of the same program's time without communication", fontsize=11)
     write_png(figure, path)
+
+
+def case_title(case: Mapping[str, Any]) -> str:
+    """Everything about a case by which pictures differ."""
+    model = case["model"]
+    return (
+        f"{FAMILY_NAMES[case['family']]}, hidden {model['hidden_size']}, {model['num_layers']} layers, sequence {model['seq_length']}, "
+        f"vocabulary {model['vocab_size']}, micro-batch {case['micro_batch_size']} x {case['micro_batches']}, "
+        f"TP {case['tensor_parallel']}, DP {case['data_parallel']}"
+    )
 
 
 def panel(axes: Any, link: Mapping[str, Any], phase: str) -> None:
@@ -120,22 +128,22 @@ def panel(axes: Any, link: Mapping[str, Any], phase: str) -> None:
             continue
         middle, low, high = figures["fraction_of_optimum"][phase]
         axes.barh(height, middle, color=COLOURS[name.partition("/")[0]])
-        axes.errorbar(middle, height, xerr=[[middle - low], [high - middle]], color="black", capsize=2, linewidth=1)
+        axes.errorbar(middle, height, xerr=[[middle - low], [high - middle]], color="black", capsize=2, linewidth=1, label="quartiles")
         axes.text(0.01, height, f"{middle:.2f}", va="center", color="white", fontsize=8)
     axes.set_yticks(range(len(variants)), [_label(name) for name in variants], fontsize=8)
     axes.set_ylim(len(variants) - 0.4, -0.6)
     axes.set_xlim(0, 1.08)
-    axes.axvline(1, color="black", linewidth=0.8)
+    axes.axvline(1, color="black", linewidth=0.8, label="1: all communication hidden")
     limits = link["summary"]["limit_s"]
-    named = ""
     if limits is not None:
         optimum_s = link["summary"]["variants"][f"{OURS}/no_comm"]["seconds"][phase][0]
-        axes.axvline(optimum_s / limits[phase], color=COLOURS[OURS], linestyle="--", linewidth=1)
-        named = " (dashed: our limit)"
+        axes.axvline(optimum_s / limits[phase], color=COLOURS[OURS], linestyle="--", linewidth=1, label="limit of our schedules")
         if phase == "step" and any("F" not in figures["fraction_of_optimum"] for figures in variants.values()):
-            axes.axvline(optimum_s / limits["paired"], color=COLOURS[OURS], linestyle=":", linewidth=1)
-            named = " (dashed: our limit; dotted: paired)"
-    axes.set_title(f"{link['gbit_per_s']:g} Gbit/s, {PHASE_NAMES[phase]}{named}", fontsize=9, loc="left")
+            axes.axvline(
+                optimum_s / limits["paired"], color=COLOURS[OURS], linestyle=":", linewidth=1, label="limit of paired micro-batches"
+            )
+    delay = f", {link['delay_ms']:g} ms" if link.get("delay_ms") else ""
+    axes.set_title(f"{link['gbit_per_s']:g} Gbit/s{delay}, {PHASE_NAMES[phase]}", fontsize=9, loc="left")
 
 
 def _plain(name: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
+from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
 from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline, whole_file
 
 MILLISECONDS = 1e3
@@ -16,9 +16,22 @@ PHASE_NAMES = {"F": "forward", "B": "backward", "S": "step"}
 PHASE_SHADES = {"F": "#eef4fb", "B": "#fdf3e7", "S": "#eeeeee"}
 # For each row a dark colour (backward) and a light one (forward), told apart by the colour-blind too.
 ROW_COLOURS = (("#1f5a99", "#7fb2e5"), ("#c05a00", "#f5ab66"), ("#1b7837", "#8fcf9b"), ("#762a83", "#c2a5cf"))
+KINDS = {
+    Kind.LOCAL: "residual and norm, without communication",
+    Kind.BODY: "a sharded part's first GEMM and attention or activation",
+    Kind.TAIL: "its last GEMM, whose results the ranks add up",
+    Kind.WGRAD: "weight gradients",
+    Kind.RECOMPUTE: "forward again, for backward",
+    Kind.LOSS: "cross entropy",
+    Kind.START: "a collective under way",
+    Kind.WAIT: "compute waits for one",
+    Kind.STEP: "optimizer",
+}
 STEP_COLOUR, EXPOSED_COLOUR = "#8c8c8c", "#d62728"
 # Below this share of the panel's width a name does not fit into its bar.
 _LABEL_WIDTH = 0.018
+# A lane whose bars are all narrower than this share looks empty, as the link of a single replica does.
+_VISIBLE_WIDTH = 2e-4
 
 
 class MissingMatplotlibError(ImportError):
@@ -46,7 +59,8 @@ def draw(timeline: Timeline, path: Path | str) -> None:
         axes.set_axis_off()
     figure.suptitle(_heading(timeline), fontsize=11)
     handles = _legend(timeline)
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    legend = {"handles": handles, "title": _names_explained(timeline), "title_fontsize": 8, "ncols": min(len(handles), 8)}
+    figure.legend(loc="outside lower center", frameon=False, fontsize=9, **legend)
     write_png(figure, Path(path))
 
 
@@ -77,14 +91,12 @@ def _zooms(timeline: Timeline) -> Iterable[tuple[str, float, float, str]]:
 
 
 def _panel(axes: Any, timeline: Timeline, start_s: float, end_s: float, title: str, labels: bool = False) -> None:
-    """Lanes from top to bottom, time in ms; ``labels`` writes ops into the bars that they fit."""
-    tracks = [(LANE_NAMES[lane] if not index else "", track) for lane in LANES for index, track in enumerate(timeline.tracks(lane))]
+    """Lanes in which something happens from top to bottom, time in ms; ``labels`` writes ops into the bars that they fit."""
+    tracks = list(_tracks(timeline, start_s, end_s))
     for phase, band_start_s, band_end_s in _bands(timeline.on(COMPUTE)):
         axes.axvspan(band_start_s * MILLISECONDS, band_end_s * MILLISECONDS, color=PHASE_SHADES[phase], zorder=0, linewidth=0)
     for height, (_, track) in enumerate(tracks):
         for span in track:
-            if span.end_s <= start_s or span.start_s >= end_s:
-                continue
             _bar(axes, span, height)
             first_s, last_s = max(span.start_s, start_s), min(span.end_s, end_s)
             if labels and last_s - first_s > _LABEL_WIDTH * (end_s - start_s):
@@ -95,6 +107,15 @@ def _panel(axes: Any, timeline: Timeline, start_s: float, end_s: float, title: s
     axes.set_xlabel("ms", fontsize=9)
     axes.set_title(title, fontsize=10, loc="left")
     axes.tick_params(labelsize=9)
+
+
+def _tracks(timeline: Timeline, start_s: float, end_s: float) -> Iterable[tuple[str, list[Span]]]:
+    """Name and spans of each track on which something can be seen between two times."""
+    for lane in LANES:
+        for index, track in enumerate(timeline.tracks(lane)):
+            seen = [span for span in track if span.end_s > start_s and span.start_s < end_s]
+            if any(span.duration_s > _VISIBLE_WIDTH * (end_s - start_s) for span in seen):
+                yield LANE_NAMES[lane] + (f" ({index + 1})" if index else ""), seen
 
 
 def _bands(compute: Sequence[Span]) -> Iterable[tuple[str, float, float]]:
@@ -137,6 +158,15 @@ def _colour(op: Op) -> str:
     return light if op.phase == "F" else dark
 
 
+def _names_explained(timeline: Timeline) -> str:
+    """What each kind of op is that occurs, and how to read a name."""
+    kinds = {span.op.kind for span in timeline.spans}
+    texts = [f"{kind}: {text}" for kind, text in KINDS.items() if kind in kinds]
+    name = "tailF4.1c2: tail, forward (B backward, S step), part 4, row 1, column block 2"
+    half = (len(texts) + 1) // 2
+    return "\n".join("  |  ".join(line) for line in (texts[:half], [*texts[half:], name]))
+
+
 def _legend(timeline: Timeline) -> list[Any]:
     from matplotlib.patches import Patch
 
@@ -144,7 +174,8 @@ def _legend(timeline: Timeline) -> list[Any]:
     handles = []
     for row in sorted({op.row for op in ops if op.phase != "S"}):
         dark, light = ROW_COLOURS[row % len(ROW_COLOURS)]
-        handles += [Patch(color=light, label=f"row {row} forward"), Patch(color=dark, label=f"row {row} backward")]
+        name = "all rows" if row == ALL_ROWS else f"row {row}"
+        handles += [Patch(color=light, label=f"{name} forward"), Patch(color=dark, label=f"{name} backward")]
     if any(op.phase == "S" for op in ops):
         handles.append(Patch(color=STEP_COLOUR, label="gradient reduction, step"))
     handles.append(Patch(facecolor="white", edgecolor=EXPOSED_COLOUR, hatch="////", label="exposed: compute waits"))

@@ -32,14 +32,18 @@ def write_report(timelines: Iterable[Timeline], path: Path | str) -> None:
 def _page_data(timeline: Timeline) -> dict[str, Any]:
     """What the page's script draws; times in microseconds."""
     exposed = {name: timeline.exposed_s(phase) * MICROSECONDS for phase, name in PHASE_NAMES.items()}
-    tracks = [(lane, track) for lane in LANES for track in timeline.tracks(lane)]
+    tracks = [
+        (LANE_NAMES[lane] + (f" ({index + 1})" if index else ""), track)
+        for lane in LANES
+        for index, track in enumerate(timeline.tracks(lane))
+    ]
     waits = _waits(timeline)
     return {
         "title": timeline.title or "timeline of one step",
         "meta": dict(timeline.meta),
         "makespan": timeline.makespan_s * MICROSECONDS,
         "exposed": exposed,
-        "tracks": [{"name": LANE_NAMES[lane], "spans": [_span_data(span, waits) for span in track]} for lane, track in tracks],
+        "tracks": [{"name": name, "spans": [_span_data(span, waits) for span in track]} for name, track in tracks],
     }
 
 

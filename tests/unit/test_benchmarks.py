@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from benchmarks import head_to_head, shaped_network
+from benchmarks import head_to_head, report, shaped_network
 from benchmarks.case import MEGATRON, NO_COMM, OURS, SERIAL, Case, model_of, variants_of
 from benchmarks.figures import Round, Spread, Turn, key, limits_s, summarize
 from benchmarks.report import markdown, panel
@@ -164,6 +164,19 @@ def test_the_table_has_a_row_for_every_variant() -> None:
     assert "head_to_head.py --rounds 1" in table
     assert "| domino_lm: 2 rows | 3000 (3000 to 3000) | 1500 / 1500 | 2500 | 0.67 / 0.67 / **0.67**" in table
     assert "| Megatron-core: default | 4500" in table
+
+
+def test_the_picture_is_titled_by_all_that_differs_and_explains_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(report, "write_png", lambda figure, _: drawn.append(figure))
+    summary = summarize(GPT, [{**one_round(), key(OURS, "row_groups"): turn(1.5, 1.5)}], 1e9)
+    links = [{"gbit_per_s": 1.0, "delay_ms": 2.0, "summary": summary}]
+    report.draw(json.loads(json.dumps({**head_to_head.describe(GPT, []), "links": links})), tmp_path / "case.png")
+    title = drawn[0].get_suptitle().splitlines()[0]
+    assert title == "GPT, hidden 512, 4 layers, sequence 256, vocabulary 512, micro-batch 4 x 1, TP 2, DP 1"
+    assert drawn[0].axes[0].get_title("left") == "1 Gbit/s, 2 ms, forward"
+    lines = {text.get_text() for text in drawn[0].legends[0].get_texts()}
+    assert lines == {"1: all communication hidden", "limit of our schedules", "limit of paired micro-batches", "quartiles"}
 
 
 def test_a_variant_keeps_its_line_in_phases_that_it_has_no_bar_in() -> None:

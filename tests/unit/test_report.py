@@ -38,6 +38,7 @@ def dump(page: Path, fragment: str = "", script: str = "") -> str:
         "--disable-gpu",
         f"--user-data-dir={page.parent / 'profile'}",
         "--window-size=1280,900",
+        "--virtual-time-budget=1000",
         "--dump-dom",
     ]
     done = subprocess.run([*command, f"{tried.as_uri()}{fragment}"], capture_output=True, text=True, check=True, timeout=120)

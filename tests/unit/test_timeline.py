@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from domino_lm.schedule import render
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.timeline import Span, Timeline, TimelineError, read_trace
 from domino_lm.tools import plot_timeline
@@ -114,3 +116,24 @@ def test_without_matplotlib_the_message_says_what_to_install(tmp_path: Path, mon
 def test_timelines_are_read_without_torch() -> None:
     code = "import sys, domino_lm.schedule.render; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_picture_labels_each_track_leaves_empty_ones_out_and_explains_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(render, "write_png", lambda figure, _: drawn.append(figure))
+    instant = [Span("m0 startS0.*", "dp", 12.6, 12.6 + 1e-6), Span("m0 localB1.0", "compute", 12.6, 12.7)]
+    draw(Timeline.of([span for span in SPANS if span.lane != "dp"] + instant), tmp_path / "step.png")
+    assert [text.get_text() for text in drawn[0].axes[0].get_yticklabels()] == ["compute", "TP link", "TP link (2)"]
+    explained = drawn[0].legends[0].get_title().get_text()
+    assert all(f"{kind}: " in explained for kind in ("body", "local", "start", "wait", "step"))
+    assert "tail: " not in explained  # no such op is shown
+
+
+def test_the_enlarged_parts_show_the_tracks_that_are_busy_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(render, "write_png", lambda figure, _: drawn.append(figure))
+    chain = [Span(f"m0 bodyF{part}.0", "compute", part, part + 1.0) for part in range(1, 13)]
+    draw(Timeline.of([*chain, Span("m0 startF1.0", "tp", 1.5, 2.5)]), tmp_path / "step.png")
+    assert [text.get_text() for text in drawn[0].axes[1].get_yticklabels()] == ["compute"]
