@@ -42,6 +42,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code. Rank 0 alone prints, each error once."""
+    warnings.showwarning = show_warning
     try:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         command = parse_command(sys.argv[1:] if argv is None else argv, model_of_checkpoint, lambda run: run_faults(run, world_size))
@@ -108,7 +109,6 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
     from domino_lm.parallel.mesh import ParallelMesh
     from domino_lm.training.trainer import TrainingError
 
-    warnings.showwarning = show_warning
     try:
         joined = ParallelMesh.create(run.parallel, kernels=run.kernels)
     except (torch.distributed.DistError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import re
 import shutil
 import sys
@@ -77,7 +78,8 @@ class FlagParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def _print_and_exit(self, text: str) -> NoReturn:
-        print(text, end="")
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(text, end="")
         raise SystemExit(0)
 
     def describe(self, name: str) -> str:

@@ -6,9 +6,9 @@ Field names carry Megatron's spelling, so ``ffn_hidden_size`` is ``--ffn-hidden-
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from domino_lm.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from domino_lm.config.bounds import Bounds, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from domino_lm.config.checkpoint import CheckpointConfig
 from domino_lm.config.data import DataConfig, TokenizerConfig
 from domino_lm.config.kernels import KernelConfig
@@ -302,7 +302,7 @@ class TrainingConfig:
     eval_interval: NonNegativeInt = 1000
     """Steps between evaluations on the validation split; 0 turns them off."""
 
-    eval_iters: NonNegativeInt = 100
+    eval_iters: Annotated[int, Bounds("must be 0 or more; --full-validation evaluates on the whole validation split")] = 100
     """Global batches in one evaluation; 0 turns evaluation off."""
 
     exit_interval: PositiveInt | None = None

@@ -193,9 +193,18 @@ class BlendedDataset:
         """Source of sample ``i``, and its number there."""
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
+    @property
+    def sources(self) -> list[GPTDataset]:
+        """What is blended."""
+        return self.datasets
+
+    def taken(self, begin: int, end: int) -> Array:
+        """How many of a run's samples ``begin`` to ``end`` each source gives, int64 [sources]."""
+        return np.bincount(self.dataset_index[begin:end], minlength=len(self.datasets))
+
     def shares(self) -> list[SourceShare]:
         """Samples that the ``size`` asked for take from each source, and how often they read its tokens."""
-        taken = np.bincount(self.dataset_index[: self.size], minlength=len(self.datasets))
+        taken = self.taken(0, len(self) if self.size is None else self.size)
         return [
             SourceShare(
                 dataset.indexed.prefix, weight, int(samples), int(samples) * dataset.config.sequence_length / dataset.tokens_per_epoch
@@ -208,19 +217,26 @@ class BlendedDataset:
         return {"format": 1, "datasets": [d.identity() for d in self.datasets], "weights": self.weights, "length": self._length}
 
     def _require_samples(self, lengths: list[int]) -> None:
-        taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
-        asked = np.bincount(self.dataset_index[: self.size], minlength=len(self.datasets))
-        for dataset, samples, used, length in zip(self.datasets, taken, asked, lengths, strict=True):
+        taken = self.taken(0, len(self))
+        asked = self.taken(0, len(self) if self.size is None else self.size)
+        for dataset, samples, length in zip(self.datasets, taken, lengths, strict=True):
             if samples > length:
                 raise DatasetError(
                     f"{dataset.indexed.prefix}: the blend takes {samples} {self.split} samples, but the source was built with {length}; "
                     "raise --mid-level-dataset-surplus."
                 )
-            if used == 0 and self.size:
-                warnings.warn(
-                    f"{dataset.indexed.prefix}: never sampled; its weight gives it none of the {self.size} {self.split} samples.",
-                    stacklevel=3,
-                )
+        idle = [dataset.indexed.prefix for dataset, used in zip(self.datasets, asked, strict=True) if used == 0]
+        if idle and self.size:
+            warnings.warn(
+                f"never sampled: {len(idle)} of {len(asked)} sources, since the weights give none of the {self.size} {self.split} samples to "
+                f"{first_few(idle)}.",
+                stacklevel=3,
+            )
+
+
+def first_few(names: Sequence[str], shown: int = 3) -> str:
+    """The names, or the first ones of them and how many more there are."""
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def _number(word: str) -> float | None:

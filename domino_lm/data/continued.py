@@ -17,7 +17,7 @@ import numpy as np
 
 from domino_lm.data.blended import BlendedDataset, blend_order
 from domino_lm.data.gpt_dataset import GPTDataset, Sample
-from domino_lm.data.indices import plan_epochs
+from domino_lm.data.indices import Array, plan_epochs
 
 Path = str | os.PathLike[str]
 
@@ -97,7 +97,7 @@ class ContinuedDataset:
 
     def __init__(self, fresh: Sequence[GPTDataset], record: DataRecord, end: int, cache_path: Path | None = None) -> None:
         """``fresh`` are the sources of ``record`` in their order, ``end`` the samples of the whole run."""
-        self.split = fresh[0].split
+        self.split, self.sources = fresh[0].split, list(fresh)
         self._begin, self._length = record.begin, end
         self._sources, numbers = blend_order(record.weights, max(0, end - record.begin))
         counts = np.bincount(self._sources, minlength=len(fresh)).tolist()
@@ -126,9 +126,14 @@ class ContinuedDataset:
 
     def record(self, consumed: int) -> DataRecord:
         """What a checkpoint keeps after ``consumed`` samples of the run."""
-        read = np.bincount(self._sources[: consumed - self._begin], minlength=len(self._orders)).tolist()
-        sources = zip(self._record.sources, read, strict=True)
-        return replace(self._record, sources=tuple(replace(kept, taken=kept.taken_before + count) for kept, count in sources))
+        sources = zip(self._record.sources, self.taken(0, consumed).tolist(), strict=True)
+        return replace(self._record, sources=tuple(replace(kept, taken=count) for kept, count in sources))
+
+    def taken(self, begin: int, end: int) -> Array:
+        """How many of a run's samples ``begin`` to ``end`` each source gives, int64 [sources]; from 0 on, earlier mixtures count too."""
+        picked = self._sources[max(0, begin - self._begin) : max(0, end - self._begin)]
+        before = [kept.taken_before for kept in self._record.sources]
+        return np.bincount(picked, minlength=len(before)) + np.array(before, np.int64) * (begin == 0)
 
 
 def record_of(dataset: GPTDataset | BlendedDataset | ContinuedDataset, consumed: int, earlier: DataRecord | None = None) -> DataRecord:
@@ -138,10 +143,8 @@ def record_of(dataset: GPTDataset | BlendedDataset | ContinuedDataset, consumed:
     """
     if isinstance(dataset, ContinuedDataset):
         return dataset.record(consumed)
-    sources = _sources(dataset)
-    taken, weights = [consumed], [1.0]
-    if isinstance(dataset, BlendedDataset):
-        taken, weights = np.bincount(dataset.dataset_index[:consumed], minlength=len(sources)).tolist(), dataset.weights
+    sources, taken = dataset.sources, dataset.taken(0, consumed).tolist()
+    weights = dataset.weights if isinstance(dataset, BlendedDataset) else [1.0]
     if earlier is not None:
         counted = zip(earlier.sources, taken, strict=True)
         return replace(earlier, sources=tuple(replace(source, taken=count) for source, count in counted))
@@ -169,7 +172,7 @@ def continue_data(
             f"{consumed} of the new order, where some tokens come again"
         )
     same = record.weights == mine.weights and [item.key for item in record.sources] == [item.key for item in mine.sources]
-    sources = _sources(fresh)
+    sources = fresh.sources
     if same and record.begin == 0 and end <= len(fresh) and all(map(_keeps_order, sources, record.sources)):
         return fresh, None
     if same:
@@ -208,10 +211,6 @@ def _keeps_order(source: GPTDataset, kept: SourceRecord) -> bool:
     config = source.config
     plan = plan_epochs(source.tokens_per_epoch, size, config.sequence_length, int(config.add_extra_token_to_sequence))
     return not more and seed == config.seed and plan == source.epochs
-
-
-def _sources(dataset: GPTDataset | BlendedDataset) -> list[GPTDataset]:
-    return dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
 
 
 def _fresh_record(source: GPTDataset, taken: int) -> SourceRecord:

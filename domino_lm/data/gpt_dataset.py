@@ -7,7 +7,6 @@ the file, and samples get their labels and masks.
 import itertools
 import os
 import re
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -173,11 +172,8 @@ class GPTDataset:
                 f"{indexed.prefix}: the {split} split has {tokens} tokens, too few for one sample of --seq-length {config.sequence_length}"
                 f"{' and its last label' if self._extra else ''}; use more data, another --split or shorter samples."
             )
-        if self.epochs.repeats > 1 and self.tokens_per_epoch - self._extra < config.sequence_length:
-            warnings.warn(
-                f"{indexed.prefix}: the {split} split has {self.tokens_per_epoch} tokens, less than one sample; every sample repeats some of them.",
-                stacklevel=2,
-            )
+        self.shorter_than_a_sample = self.epochs.repeats > 1 and self.tokens_per_epoch - self._extra < config.sequence_length
+        """Every sample repeats some tokens."""
         shapes = {
             "document_index": (len(sequences) * self.epochs.repeats,),
             "sample_index": (self._length + 1, 2),
@@ -199,6 +195,15 @@ class GPTDataset:
             tokens, labels = text, np.roll(text, -1)
             labels[-1] = NO_TOKEN
         return self._mask(tokens, labels)
+
+    @property
+    def sources(self) -> list["GPTDataset"]:
+        """Itself: one source."""
+        return [self]
+
+    def taken(self, begin: int, end: int) -> Array:
+        """How many of a run's samples ``begin`` to ``end`` each source gives, int64 [1]."""
+        return np.array([end - begin])
 
     def identity(self) -> dict[str, Any]:
         """Everything that the indices depend on: the files by content, and each setting that changes the result."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from domino_lm.data.drafts import Draft
 from domino_lm.data.indices import Array, DatasetError
+from domino_lm.data.mapped import map_npy
 
 
 def cached_indices(
@@ -68,7 +69,7 @@ class IndexCache:
         arrays = []
         for path, shape in zip(self._paths, self._shapes, strict=True):
             try:
-                array = np.load(path, mmap_mode="r", allow_pickle=False)
+                array = map_npy(path)
                 fault = None if array.shape == shape else f"its shape is {array.shape}, not {shape}"
             except (OSError, ValueError, EOFError) as error:
                 fault = str(error)

@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from domino_lm.data.drafts import Draft
+from domino_lm.data.mapped import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -86,7 +87,7 @@ def checked_cast(ids: npt.ArrayLike, dtype: npt.DTypeLike) -> Array:
 
 
 class IndexedDataset:
-    """Read-only view of one ``.bin``/``.idx`` pair; both files are memory-mapped.
+    """Read-only view of one ``.bin``/``.idx`` pair; both files are memory-mapped, without a descriptor.
 
     Opening proves that the two files belong together (sizes, lengths, offsets, document index), so that reading cannot
     fail later. A data set without sequences opens, with length 0. Arrays handed out stay valid after this object is
@@ -106,7 +107,7 @@ class IndexedDataset:
 
     def _open(self) -> None:
         self.dtype, sequences, entries, multimodal = self._read_header()
-        index = np.memmap(self.idx_path, np.uint8, "r")
+        index = map_file(self.idx_path)
         self.sequence_lengths: npt.NDArray[np.int32] = np.ndarray(sequences, "<i4", index, HEADER.size)
         self.sequence_pointers: npt.NDArray[np.int64] = np.ndarray(sequences, "<i8", index, HEADER.size + 4 * sequences)
         self.document_indices: npt.NDArray[np.int64] = np.ndarray(entries, "<i8", index, HEADER.size + 12 * sequences)
@@ -116,8 +117,7 @@ class IndexedDataset:
             self.sequence_modes = np.ndarray(sequences, "i1", index, HEADER.size + 12 * sequences + 8 * entries)
         self._check_document_indices()
         self._check_sequences()
-        size = self.bin_path.stat().st_size
-        self._tokens: Array = np.memmap(self.bin_path, self.dtype, "r") if size else np.empty(0, self.dtype)
+        self._tokens: Array = map_file(self.bin_path).view(self.dtype)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -151,7 +151,7 @@ class IndexedDataset:
         if offset < 0 or length < 0 or offset + length > total:
             raise IndexError(f"{self.bin_path}: tokens {offset}..{offset + length} are outside sequence {i}, which has {total}")
         begin = int(self.sequence_pointers[i]) // self.dtype.itemsize + offset
-        return self._tokens[begin : begin + length].view(np.ndarray)
+        return self._tokens[begin : begin + length]
 
     def _require_files(self) -> None:
         missing = [str(path) for path in (self.bin_path, self.idx_path) if not path.is_file()]

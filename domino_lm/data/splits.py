@@ -3,12 +3,13 @@
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from domino_lm.config.data import DataConfig
-from domino_lm.data.blended import Blend, BlendedDataset, normalised, parse_blend, source_sizes, source_targets
+from domino_lm.data.blended import Blend, BlendedDataset, first_few, normalised, parse_blend, source_sizes, source_targets
 from domino_lm.data.continued import ContinuedDataset
 from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, SplitName, TokenSource, split_ranges
 from domino_lm.data.indexed import IndexedDataset
@@ -125,6 +126,12 @@ def build_splits(sources: DataSources, sizes: Sequence[int | None], config: GPTD
     """
     builder = _Builder(sources, config, cache_path)
     found = {name: builder.build(name, size) for name, size in zip(SPLITS, sizes, strict=True)}
+    for name, datasets in found.items():
+        tiny = [source.indexed.prefix for dataset in datasets for source in dataset.sources if source.shorter_than_a_sample]
+        if tiny:
+            warnings.warn(
+                f"{first_few(tiny)}: the {name} split has less than one sample of tokens; every sample repeats some of them.", stacklevel=2
+            )
     return Splits(next(iter(found["train"]), None), list(found["valid"]), next(iter(found["test"]), None))
 
 

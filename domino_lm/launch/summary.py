@@ -213,6 +213,7 @@ def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
         *((name, True, why) for name, why in family_of(run.model).unread().items()),
         ("min_lr lr_decay_iters lr_decay_samples", run.optimizer.lr_decay_style == "constant", "--lr-decay-style constant keeps the rate"),
         ("eval_iters full_validation multiple_validation_sets", not evaluates, "--eval-interval 0 evaluates nothing"),
+        ("full_validation multiple_validation_sets", evaluates and not run.training.eval_iters, "--eval-iters 0 evaluates nothing"),
         ("timeline_iteration", logs.timeline is None, "--timeline names no file"),
         ("tensorboard_log_interval", logs.tensorboard_dir is None, "--tensorboard-dir names no folder"),
         ("wandb_exp_name wandb_save_dir", logs.wandb_project is None, "--wandb-project names no project"),

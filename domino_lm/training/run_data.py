@@ -20,6 +20,8 @@ from domino_lm.data.tokenizers.tokenizer import Tokenizer
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.mesh import ParallelMesh
 
+SHOWN_SOURCES = 20
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -28,6 +30,8 @@ class RunData:
     train: Dataset | ContinuedDataset
     valid: tuple[Dataset, ...]
     test: Dataset | None
+    not_evaluated: str = ""
+    """Why there is nothing to evaluate on; empty if there is."""
 
     @classmethod
     def build(cls, run: RunConfig, tokenizer: Tokenizer | None, mesh: ParallelMesh) -> Self:
@@ -49,7 +53,10 @@ class RunData:
         if splits.train is None:
             raise DatasetError(f"--split {run.data.split} leaves nothing to train on; its first number must be above 0.")
         _refuse_too_few(splits, sizes, run, batch)
-        return cls(splits.train, tuple(splits.valid) if evaluated else (), splits.test if evaluated else None)
+        if not evaluated:
+            flag = "eval-interval" if run.training.eval_interval == 0 else "eval-iters"
+            return cls(splits.train, (), None, f"--{flag} 0 turns it off")
+        return cls(splits.train, tuple(splits.valid), splits.test, "" if splits.valid or splits.test else "the data has no such split")
 
     def evaluated(self, split: str) -> tuple[Dataset, ...]:
         """The data sets of ``split``, valid or test: none, one, or several validation sets."""
@@ -62,13 +69,22 @@ class RunData:
         return fingerprint([self.train, *self.valid, *([self.test] if self.test is not None else [])])
 
     def describe(self) -> str:
-        """How many samples training has, and what it takes from each source."""
+        """How many samples training has, what it takes from each source, how often, and why nothing is evaluated, if nothing is."""
         assert not isinstance(self.train, ContinuedDataset), "a run is described before it goes on with its checkpoint's data"
+        off = f"\n{'':10}no evaluation: {self.not_evaluated}" if self.not_evaluated else ""
         if not isinstance(self.train, BlendedDataset):
-            return f"{len(self.train):,} training samples from {self.train.indexed.prefix}"
+            samples = self.train.num_samples or len(self.train)
+            epochs = samples * self.train.config.sequence_length / self.train.tokens_per_epoch
+            repeats = ", which repeats" if epochs > 1 else ""
+            return f"{samples:,} training samples ({epochs:.3g} epochs) from {self.train.indexed.prefix}{repeats}{off}"
         shares = self.train.shares()
-        lines = [f"{share.samples:,} ({share.epochs:.3g} epochs) from {share.prefix}" for share in shares]
-        return "\n".join([f"{sum(share.samples for share in shares):,} training samples:", *(f"{'':10}{line}" for line in lines)])
+        repeating = sum(share.epochs > 1 for share in shares)
+        total = f"{sum(share.samples for share in shares):,} training samples"
+        lines = [f"{share.samples:,} ({share.epochs:.3g} epochs) from {share.prefix}" for share in shares[:SHOWN_SOURCES]]
+        if rest := shares[SHOWN_SOURCES:]:
+            lines.append(f"{sum(share.samples for share in rest):,} from {len(rest)} more sources")
+        head = f"{total}, {repeating} of {len(shares)} sources repeat:" if repeating else f"{total}:"
+        return "\n".join([head, *(f"{'':10}{line}" for line in lines)]) + off
 
     def position(self, consumed_samples: int, settings: DataConfig, earlier: DataRecord | None = None) -> DataRecord | None:
         """What a checkpoint keeps of the training data after so many samples; None if they come in passes of their own (cyclic).

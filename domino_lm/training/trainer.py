@@ -19,6 +19,7 @@ from domino_lm.config.precision import NAMES
 from domino_lm.config.schema import flat_values
 from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.data.continued import DataRecord
+from domino_lm.data.epochs import EpochCount
 from domino_lm.model.parameter import dtype_of
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
@@ -143,13 +144,17 @@ class Trainer:
         try:
             with StopSignal() as signal, garbage:
                 batches = None if self._at_end() else self.training_batches()
+                epochs = EpochCount(self.data.train, self.consumed_samples)
                 while batches is not None and not self._at_end():
                     asked = Asked(signal.asked, self._out_of_time(began_s))
                     recorder = self._recorder(begin, watch)
                     report, agreed = self.step(batches, asked, recorder)
                     if recorder is not None and self._is_timeline_step(begin):
-                        self._write_timeline(recorder)
-                    watch.step(report)
+                        self._write_timeline(recorder, watch)
+                    begun = epochs.advance(self.consumed_samples)
+                    watch.step(report, epochs.epochs)
+                    if begun is not None:
+                        self.console(f"data repeats from iteration {self.iteration} on: {begun}")
                     garbage.step(self.iteration)
                     reason = self._reason_to_stop(agreed) or reason
                     if reason == "SIGTERM":
@@ -374,7 +379,7 @@ class Trainer:
             return None
         return sum(Timeline.of(recorder.spans).exposed_s(phase) for phase in "FBS")
 
-    def _write_timeline(self, recorder: AnyRecorder) -> None:
+    def _write_timeline(self, recorder: AnyRecorder, watch: Watch) -> None:
         """Chrome trace and picture; what cannot be written is a warning, since training does not need it."""
         assert self.run.logging.timeline is not None
         self.executor.complete_gathers()
@@ -385,6 +390,7 @@ class Trainer:
             os.makedirs(os.path.dirname(stem) or ".", exist_ok=True)
             timeline.write_trace(f"{stem}.json")
             draw(timeline, f"{stem}.png")
+            watch.timeline(f"{stem}.png", self.iteration)
             self.console(f"wrote the timeline of step {self.iteration} to {stem}.json and {stem}.png")
         except (OSError, MissingMatplotlibError) as error:
             warnings.warn(f"--timeline {self.run.logging.timeline}: {error}", stacklevel=2)

@@ -1,8 +1,9 @@
-"""TensorBoard events under Megatron's tags."""
+"""TensorBoard events under Megatron's tags, and beside them what else a run tells, in groups."""
 
 import os
+import struct
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,10 +11,30 @@ from domino_lm.watch.metrics import StepReport, perplexity
 
 SAMPLES_SUFFIX = " vs samples"
 TEXT_SUFFIX = "/text_summary"
+LAYOUT = {
+    "training": {
+        "loss": ["Multiline", [r"^lm loss$", r"^lm loss validation(-\d+)?$"]],
+        "gradient norm": ["Multiline", ["^grad-norm$"]],
+        "learning rate": ["Multiline", ["^learning-rate$"]],
+        "steps skipped since the last point": ["Multiline", ["^progress/skipped-steps$"]],
+        "epochs": ["Multiline", ["^progress/epoch$"]],
+    },
+    "speed": {
+        "tokens per second": ["Multiline", ["^speed/tokens-per-second$"]],
+        "MFU": ["Multiline", ["^speed/mfu$"]],
+        "share of a step that waits for communication": ["Multiline", ["^speed/exposed-communication$"]],
+        "ms of a step that wait for data": ["Multiline", ["^speed/data-wait-ms$"]],
+        "peak memory of rank 0, GiB": ["Multiline", ["^memory/peak-gib$"]],
+    },
+}
+"""The page of custom scalars: charts by group, each with patterns of its tags."""
+
+RESULTS = ("lm loss", "lm loss validation", "speed/tokens-per-second")
+"""What the page of hyperparameters shows of a run beside its settings."""
 
 
 class TensorBoardLog:
-    """Scalars under Megatron's tags. One rank holds one; a disk that fails turns it off with a warning."""
+    """Scalars under Megatron's tags, and others that have a / in theirs. One rank holds one; a disk that fails turns it off with a warning."""
 
     def __init__(self, writer: Any, iteration: int, world_size: int | None = None) -> None:
         self._writer = writer
@@ -37,9 +58,20 @@ class TensorBoardLog:
             warnings.warn(f"--tensorboard-dir {folder} cannot be written ({error}); training goes on without it.", stacklevel=2)
             return None
 
-    def settings(self, values: dict[str, object]) -> None:
-        """Record every flag as a text, at the step that the run begins with."""
-        self._guard(lambda: [self._writer.add_text(name, str(value), self._begin) for name, value in values.items()])
+    def settings(self, values: Mapping[str, object], hyperparameters: Mapping[str, object] | None = None) -> None:
+        """Record ``values`` as one text and some of them as ``hyperparameters``, at the step that the run begins with; lay charts out."""
+        from torch.utils.tensorboard.summary import hparams
+
+        table = "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())])
+        plain = {name: value if isinstance(value, int | float) else str(value) for name, value in (hyperparameters or {}).items()}
+
+        def write() -> None:
+            self._writer.add_text("settings", table, self._begin)
+            for summary in hparams(plain, dict.fromkeys(RESULTS, 0)):
+                self._writer.file_writer.add_summary(summary, self._begin)
+            self._writer.add_custom_scalars(LAYOUT)
+
+        self._guard(write)
 
     def step(self, report: StepReport, throughput: float | None = None) -> None:
         """Record one training step, with TFLOP/s per rank if asked; the time of a run's first step is start-up and stays out."""
@@ -62,6 +94,23 @@ class TensorBoardLog:
         """Record one evaluation on the validation split; ``suffix`` tells several sets apart."""
         values = {f"lm loss validation{suffix}": loss, f"lm loss validation{suffix} ppl": perplexity(loss)}
         self._scalars(values, iteration, consumed_samples)
+
+    def extras(self, values: Mapping[str, float | None], iteration: int) -> None:
+        """Record those of ``values`` that are known; their tags are group/name."""
+        known = {tag: value for tag, value in values.items() if value is not None}
+        self._guard(lambda: [self._writer.add_scalar(tag, value, iteration) for tag, value in known.items()])
+
+    def picture(self, tag: str, path: str, iteration: int) -> None:
+        """Record a PNG file as it is."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        def write() -> None:
+            png = Path(path).read_bytes()
+            width, height = struct.unpack(">II", png[16:24])
+            image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
+            self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), iteration)
+
+        self._guard(write)
 
     def close(self) -> None:
         """Bring everything to the disk."""

@@ -8,19 +8,21 @@ from datetime import datetime
 
 import torch
 
-from domino_lm.config.schema import flat_values
+from domino_lm.config.schema import flat_values, settings
 from domino_lm.config.settings import RunConfig
 from domino_lm.model.families.lookup import family_of
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.simulate.hardware import peak_flops_of
 from domino_lm.simulate.predict import MFU_FORMULA
-from domino_lm.watch.metrics import LogInterval, RunRate, SpeedScale, StepReport
+from domino_lm.watch.metrics import GIB, LogInterval, RunRate, SpeedScale, StepReport
 from domino_lm.watch.metrics_file import MetricsFile
 from domino_lm.watch.progress import ProgressBar
 from domino_lm.watch.tensorboard import TensorBoardLog
 from domino_lm.watch.wandb_log import WandbLog
 
 Console = Callable[[str], None]
+HYPERPARAMETERS = ("model", "parallel", "precision", "optimizer", "training", "schedule")
+"""Parts of the settings by which runs are compared."""
 
 
 class Watch:
@@ -34,6 +36,7 @@ class Watch:
     ) -> None:
         self._run, self._console, self._rank, self._device, self._total = run, console, world.rank, device, total
         self._begin = begin
+        self._skipped = 0  # steps since TensorBoard's last point
         logging = run.logging
         self.scale = SpeedScale(
             seq_length=run.model.seq_length,
@@ -56,7 +59,10 @@ class Watch:
             world_size = ranks if logging.log_world_size_to_tensorboard else None
             self._tensorboard = TensorBoardLog.open(logging.tensorboard_dir, begin, consumed_samples, world_size)
             if self._tensorboard is not None:
-                self._tensorboard.settings(flat_values(self._run))
+                changed = [item for item in settings() if item.of(self._run) != item.default]
+                names = {item.name for item in changed if item.part in HYPERPARAMETERS}
+                values = {item.name: item.of(self._run) for item in changed}
+                self._tensorboard.settings(values, {name: value for name, value in values.items() if name in names})
         if logging.metrics_file is not None:
             self._metrics = MetricsFile.open(logging.metrics_file, begin)
         if logging.wandb_project is not None:
@@ -72,8 +78,8 @@ class Watch:
         """Whether the waits of step ``iteration`` are to be measured: one step of each log interval, if waiting blocks the host."""
         return self._rank == 0 and self._device.type == "cpu" and iteration % self._run.logging.log_interval == 0
 
-    def step(self, report: StepReport) -> None:
-        """A step is done."""
+    def step(self, report: StepReport, epoch: float | None = None) -> None:
+        """A step is done; ``epoch`` is how often the training data has been read by then."""
         self.rate.add(report)
         self._interval.add(report)
         if self._rank != 0:
@@ -84,8 +90,13 @@ class Watch:
             self.print(self._interval.line(report, self._total, datetime.now()))
             self.print(self._interval.speed_line(memory_bytes(self._device)))
             self._interval.clear()
+        self._skipped += report.skipped
         if self._tensorboard is not None and report.iteration % self._run.logging.tensorboard_log_interval == 0:
             self._tensorboard.step(report, tflops if self._run.logging.log_throughput else None)
+            self._tensorboard.extras(self._extras(report, epoch), report.iteration)
+            self._skipped = 0
+        if self._tensorboard is not None and report.exposed_s is not None:
+            self._tensorboard.extras({"speed/exposed-communication": report.exposed_s / max(report.seconds, 1e-9)}, report.iteration)
         if self._metrics is not None:
             self._metrics.write(self._line(report, tokens_per_s, tflops))
         if self._wandb is not None:
@@ -103,12 +114,30 @@ class Watch:
         if split == "valid" and self._wandb is not None:
             self._wandb.log({"lm loss validation" + suffix: loss}, iteration)
 
+    def timeline(self, path: str, iteration: int) -> None:
+        """The picture of a step is drawn."""
+        if self._tensorboard is not None:
+            self._tensorboard.picture("timeline", path, iteration)
+
     def close(self) -> None:
         """Bring everything to the disk."""
         for log in (self._tensorboard, self._metrics, self._wandb, self._bar):
             if log is not None:
                 log.close()
         self._tensorboard = self._metrics = self._wandb = self._bar = None
+
+    def _extras(self, report: StepReport, epoch: float | None) -> dict[str, float | None]:
+        """What TensorBoard gets beside Megatron's scalars; a run's first step is start-up, and its speed stays out."""
+        started = report.iteration > self._begin + 1
+        return {
+            "speed/tokens-per-second": self.scale.tokens_per_s(report.batch_size, report.seconds) if started else None,
+            "speed/mfu": self.scale.mfu(report.batch_size, report.seconds) if started else None,
+            "speed/data-wait-ms": report.data_seconds * 1e3 if started else None,
+            "memory/peak-gib": memory_bytes(self._device) / GIB,
+            "progress/skipped-steps": self._skipped,
+            "progress/tokens-consumed": report.consumed_samples * self.scale.seq_length,
+            "progress/epoch": epoch,
+        }
 
     def _line(self, report: StepReport, tokens_per_s: float, tflops: float) -> dict[str, object]:
         return {

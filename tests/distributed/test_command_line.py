@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy
 import pytest
 
+from domino_lm import pretrain
+from domino_lm.config.settings import ConfigError
 from domino_lm.watch.metrics_file import read_lines
 from tests.distributed.training_runs import REPOSITORY, TINY, program, write_tokens
 
@@ -151,3 +154,19 @@ def test_logs_that_cannot_be_written_are_a_warning_each_and_the_run_goes_on(tmp_
     assert "training ended: finished at iteration 3" in out
     assert [error.count(flag) for flag in ("warning: --tensorboard-dir", "warning: --metrics-file", "warning: --timeline")] == [1, 1, 1]
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_what_is_said_before_the_ranks_have_met_is_said_by_one(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parse(*_: object) -> None:
+        warnings.warn("an older checkpoint is taken", stacklevel=1)
+        raise ConfigError("wrong")
+
+    monkeypatch.setattr(pretrain, "parse_command", parse)
+    monkeypatch.setattr(pretrain, "SECONDS_FOR_RANK_0", 0)
+    monkeypatch.setenv("RANK", rank)
+    with warnings.catch_warnings():
+        assert pretrain.main([]) == pretrain.EXIT_WRONG_SETTINGS
+    assert capsys.readouterr().err == ("warning: an older checkpoint is taken\nerror: wrong\n" if rank == "0" else "")

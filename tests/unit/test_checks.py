@@ -119,6 +119,7 @@ def test_sound_settings_pass(flags: str) -> None:
         ("--global-batch-size 8 --rampup-batch-size 16 2 10", 1, ["--rampup-batch-size 16 2 10", "does not reach", "8"]),
         ("--swiglu --hidden-size 4 --num-attention-heads 1", 1, ["--swiglu", "MLP of width 0", "--ffn-hidden-size"]),
         ("--num-workers -1", 1, ["--num-workers -1 must be 0 or more"]),
+        ("--eval-iters -1", 1, ["--eval-iters -1 must be 0 or more; --full-validation evaluates on the whole validation split"]),
         ("--high-priority-stream-groups tp pp", 1, ["--high-priority-stream-groups pp", "tp and dp"]),
         ("--cuda-graph --domino-pair micro-batches", 2, ["--cuda-graph", "--domino-pair micro-batches", "row-groups"]),
         ("--overlap-param-gather", 2, ["--overlap-param-gather", "--use-distributed-optimizer"]),

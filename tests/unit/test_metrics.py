@@ -122,9 +122,12 @@ def test_a_resumed_run_leaves_each_point_once(tmp_path: Path) -> None:
     assert [step for step, _ in found["lm loss vs samples"]] == [8, 16, 24, 32, 40, 48]
 
 
-def test_settings_stand_in_tensorboard_as_texts(tmp_path: Path) -> None:
+def test_settings_stand_in_tensorboard_as_one_text(tmp_path: Path) -> None:
     write(tmp_path, 0, 1)
-    assert "num_layers/text_summary" in EventAccumulator(str(tmp_path)).Reload().Tags()["tensors"]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    texts = [tag for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")]
+    assert texts == ["settings/text_summary"]
+    assert events.Tensors(texts[0])[0].tensor_proto.string_val == [b"| setting | value |\n|---|---|\n| num_layers | 2 |"]
 
 
 def test_validation_points_have_their_perplexity_and_both_axes(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Blends: shares that add up to what was asked for, sources that are named when they have nothing to give."""
 
+import os
+import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +82,29 @@ def test_a_weight_of_next_to_nothing_works(sources: tuple[str, str]) -> None:
 
 
 def test_a_source_that_gives_nothing_is_warned_of(sources: tuple[str, str]) -> None:
-    with pytest.warns(UserWarning, match="a: never sampled; its weight gives it none of the 1 train samples"):
+    with pytest.warns(UserWarning, match="never sampled: 1 of 2 sources, since the weights give none of the 1 train samples to .*a"):
         blended(Blend(sources, (1e-9, 1.0)), 1)
+
+
+@pytest.mark.parametrize(("count", "cached"), [(600, False), (40, True)])
+def test_hundreds_of_sources_need_no_descriptor_each_and_one_warning_in_all(tmp_path: Path, count: int, cached: bool) -> None:
+    first = source(tmp_path, "0", 41)
+    prefixes = [first, *(str(tmp_path / f"{i}") for i in range(1, count))]
+    for prefix in prefixes[1:]:
+        for extension in (".bin", ".idx"):
+            shutil.copy(first + extension, prefix + extension)
+    sources = DataSources(blend=Blend(tuple(prefixes), (1.0,) * count), split="1")
+    open_now, (soft, hard) = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 16, hard))
+    try:
+        for _ in range(1 + cached):  # indices are built, then read from the cache
+            with pytest.warns(UserWarning, match="never sampled") as warned:
+                train = build_splits(sources, (30, 0, 0), CONFIG, tmp_path / "cache" if cached else None).train
+            assert [str(each.message).split(", since")[0] for each in warned] == [f"never sampled: {count - 30} of {count} sources"]
+            assert train is not None
+            assert train[29]["tokens"].shape == (4,)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_shares_add_up_to_the_request_when_weights_nearly_do(sources: tuple[str, str], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from domino_lm.data.blended import Blend, BlendedDataset
 from domino_lm.data.continued import ContinuedDataset, DataRecord, continue_data, record_of
+from domino_lm.data.epochs import EpochCount
 from domino_lm.data.gpt_dataset import GPTDataset, GPTDatasetConfig
 from domino_lm.data.indexed import IndexedDatasetWriter
 from domino_lm.data.splits import DataSources, build_splits
@@ -159,3 +160,19 @@ def test_what_was_read_before_the_change_is_gone(folder: Path) -> None:
     second, _ = continue_data(kept(data(folder, "a", None, 20), 12), data(folder, "ab", [1, 1], 30), 12, 30)
     with pytest.raises(IndexError, match=r"sample 11 is outside 12\.\.29"):
         second[11]
+
+
+def test_each_source_is_named_when_its_next_epoch_begins(folder: Path) -> None:
+    """Of 4 samples 1 is of a, which has 101 tokens, and 3 are of b, which has 201."""
+    count = EpochCount(data(folder, "ab", [1, 3], 200), 0)
+    said = {consumed: begun for consumed in range(4, 201, 4) if (begun := count.advance(consumed)) is not None}
+    assert said == {68: f"epoch 2 of {folder}/b", 104: f"epoch 2 of {folder}/a", 136: f"epoch 3 of {folder}/b"}
+    assert count.epochs == pytest.approx(200 * LENGTH / 302)
+
+
+def test_epochs_are_counted_on_through_another_mixture(folder: Path) -> None:
+    continued, _ = continue_data(kept(data(folder, "ab", [1, 3], 60), 40), data(folder, "abc", [1, 1, 2], 200), 40, 200)
+    assert isinstance(continued, ContinuedDataset)
+    count = EpochCount(continued, 40)
+    assert count.epochs == pytest.approx(40 * LENGTH / 363)
+    assert count.advance(80) == f"epoch 2 of {folder}/c"  # 20 samples of it

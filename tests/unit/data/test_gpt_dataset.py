@@ -124,7 +124,7 @@ def test_too_few_tokens_for_one_sample_are_refused(prefix: Path) -> None:
 
 def test_samples_that_repeat_tokens_of_a_tiny_split_are_warned_of(prefix: Path) -> None:
     with pytest.warns(UserWarning, match="less than one sample"):
-        assert len(dataset(prefix, 3, sequence_length=200)) >= 3
+        assert build(prefix, sizes=(3, 0, 0), config=GPTDatasetConfig(sequence_length=200, seed=1)).train is not None
 
 
 @pytest.mark.parametrize("bad", [{"sequence_length": 0}, {"seed": -1}, {"eod": None, "data": DataConfig(eod_mask_loss=True)}])

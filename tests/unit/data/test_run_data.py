@@ -1,5 +1,6 @@
 """A run's data: what each rank reads in training and in evaluation, whatever names it."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +82,32 @@ def test_a_resumed_run_reads_on_where_it_stood(prefix: str, flags: str) -> None:
 def test_the_shares_of_a_blend_are_described(prefix: str) -> None:
     data = RunData.build(run(f"--data-path 1 {prefix} 3 {prefix} --split 1,0,0"), None, mesh())
     assert data.describe().splitlines()[0] == "20 training samples:"
-    assert [line.split(" (")[0].strip() for line in data.describe().splitlines()[1:]] == ["5", "15"]
+    assert [line.split(" (")[0].strip() for line in data.describe().splitlines()[1:3]] == ["5", "15"]
+
+
+def test_of_many_sources_a_few_are_described(prefix: str) -> None:
+    lines = RunData.build(run(f"--data-path {f'1 {prefix} ' * 40} --split 1,0,0 --train-iters 20"), None, mesh()).describe().splitlines()
+    assert [len(lines), lines[0], lines[21].strip()] == [23, "80 training samples:", "40 from 20 more sources"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--split 1,0,0", "the data has no such split"),
+        ("--split 5,5,0 --eval-interval 0", "--eval-interval 0 turns it off"),
+        ("--split 5,5,0 --eval-iters 0 --full-validation", "--eval-iters 0 turns it off"),
+        ("--split 5,5,0", None),
+    ],
+)
+def test_why_nothing_is_evaluated_is_described(prefix: str, flags: str, why: str | None) -> None:
+    said = RunData.build(run(f"--data-path {prefix} {flags}"), None, mesh()).describe()
+    assert said.count("no evaluation") == (why is not None)
+    assert why is None or said.endswith(f"no evaluation: {why}")
+
+
+def test_data_that_repeats_is_described(prefix: str) -> None:
+    said = RunData.build(run(f"--data-path {prefix} --split 1,0,0 --train-iters 400"), None, mesh()).describe()
+    assert re.search(r"^1,600 training samples \([0-9.]+ epochs\) from .*, which repeats", said)
 
 
 def test_a_split_that_leaves_nothing_to_train_on_is_refused(prefix: str) -> None:
