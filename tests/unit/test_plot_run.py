@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from domino_lm.tools.plot_run import RunCurvesError, distinct_names, main, read_run, running_median
+from domino_lm.tools import plot_run
+from domino_lm.tools.plot_run import RunCurvesError, distinct_names, main, read_run, running_mean, running_median
 from domino_lm.watch.metrics_file import MetricsFile
 from domino_lm.watch.tensorboard import TensorBoardLog
 from tests.unit.test_metrics import REPORT, replace
@@ -105,3 +108,74 @@ def test_runs_are_named_by_what_tells_them_apart() -> None:
 
 def test_a_running_median_passes_over_a_single_outlier() -> None:
     assert running_median([1.0, 1.0, 50.0, 1.0, 1.0], width=3) == [1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_running_mean_has_no_bias_at_the_beginning() -> None:
+    assert running_mean([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0])
+    assert running_mean([0.0, 3.0], 0.5) == pytest.approx([0.0, 2.0])
+
+
+def partial_run(path: Path) -> Path:
+    """Losses alone, as another program may have written them."""
+    path.write_text("".join(json.dumps({"iteration": i, "lm_loss": 5.0 / i}) + "\n" for i in range(1, 40)))
+    return path
+
+
+def test_what_a_run_does_not_hold_is_said_and_the_rest_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot_run, "write_png", lambda figure, _: drawn.append(figure))
+    runs = [str(path) for path in (metrics(tmp_path / "whole.jsonl"), partial_run(tmp_path / "part.jsonl"), tmp_path / "none.jsonl")]
+    assert main([*runs, "--smoothing", "0.6"]) == 0
+    error = capsys.readouterr().err.splitlines()
+    assert error == [
+        f"not drawn: {tmp_path}/none.jsonl holds no step of a run; give what --metrics-file or --tensorboard-dir wrote.",
+        "not drawn: learning rate of the next step, which is not in part",
+        "not drawn: gradient norm, before clipping, which is not in part",
+        "not drawn: throughput, which is not in part",
+        "not drawn: validation loss, which is not in part",
+    ]
+    assert main([runs[1]]) == 0
+    assert [len([axes for axes in figure.axes if axes.axison]) for figure in drawn] == [4, 1]
+    assert [axes.get_title("right") for axes in drawn[0].axes] == ["", "not in part", "not in part", "not in part"]
+    assert drawn[0].legends[0].get_title().get_text() == "smoothed by 0.6; faint: as logged"
+    assert main([runs[1], "--x", "samples"]) == 0  # an empty panel that says so
+    assert drawn[2].axes[0].get_title("right") == "not in part"
+
+
+def test_a_folder_is_known_by_its_metrics_file(tmp_path: Path) -> None:
+    metrics(tmp_path / "metrics.jsonl")
+    assert read_run(tmp_path).points("lm_loss", "iteration")[0] == (1, 9.0)
+
+
+def test_event_files_hold_throughput_along_both_axes(tmp_path: Path) -> None:
+    log = TensorBoardLog.open(str(tmp_path), 0, 0)
+    assert log is not None
+    log.step(replace(REPORT, iteration=2, consumed_samples=16))
+    log.extras({"speed/tokens-per-second": 250.0, "speed/mfu": None}, 2)
+    log.close()
+    run = read_run(tmp_path)
+    assert run.points("tokens_per_s", "iteration") == [(2, 250.0)]
+    assert run.points("tokens_per_s", "samples") == [(16, 250.0)]
+
+
+def test_a_run_that_goes_on_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path, states = tmp_path / "m.jsonl", iter([None, 10, 10, 20])
+
+    def sleep(_: float) -> None:
+        try:
+            steps = next(states)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+        if steps is not None and not (path.exists() and len(path.read_text().splitlines()) == steps + 1):
+            metrics(path, steps)
+
+    monkeypatch.setattr(plot_run.time, "sleep", sleep)
+    assert main([str(path), "--follow", "1", "--output", str(tmp_path / "run.png")]) == 0
+    assert capsys.readouterr().out.count("run.png") == 2
+
+
+@pytest.mark.parametrize("flags", ["--smoothing 1", "--follow 0"])
+def test_smoothing_and_following_have_bounds(flags: str, tmp_path: Path) -> None:
+    assert main([str(metrics(tmp_path / "m.jsonl")), *flags.split()]) == 2
