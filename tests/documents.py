@@ -40,6 +40,7 @@ RUN_BY = {
     r"^make demo": f"{_DOCUMENTS}make_demo_runs_without_a_warning",
     r"^make gpu-check GPU_CHECK": f"{_COMMANDS}the_check_of_a_gpu_can_be_rehearsed",
     r"^make gpu-check": "unit/test_gpu_check.py::test_without_a_gpu_nothing_is_measured",
+    r"^domino-lm-(generate|eval) |tools/generate\.py ": "distributed/test_generate.py::test_the_commands_of_the_page_on_generation_run",
     r"head_to_head\.py --help|^domino-lm-|pretrain$": f"{_COMMANDS}a_program_explains_its_flags",
     r"^make bench|^python benchmarks/head_to_head": f"{_COMMANDS}a_comparison_runs_at_a_tiny_size",
     r"predict_shaped\.py": f"{_COMMANDS}the_comparison_is_predicted_as_recorded_within_a_tenth",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from domino_lm.checkpoint.folder import find_checkpoint, kind_of
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
@@ -12,6 +12,8 @@ from domino_lm.checkpoint.megatron_distributed import read_common
 from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint
 from domino_lm.checkpoint.megatron_state import read_model
 from domino_lm.checkpoint.source import read_native_record
+from domino_lm.checkpoint.torch_files import values_of
+from domino_lm.config.data import TokenizerConfig
 from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig
 from domino_lm.model.families.transformer import RESOLVED, without_redundant_settings
 
@@ -105,7 +107,29 @@ def settings_of_model(folder: Path | str, iteration: int | None = None) -> dict[
     elif kind == "megatron-torch_dist":
         stored = asdict(read_model(read_common(path, read_metadata(path)), str(path)))
     else:
-        raise CheckpointError(f"{path}: not a checkpoint to train from; convert it with tools/convert_checkpoint.py --to native")
+        raise CheckpointError(f"{path}: not a checkpoint to train from; convert it with domino-lm-convert --to native")
     own = {"make_vocab_size_divisible_by", "mask_padded_vocab", "init_method_std", "model"}
     known = ModelConfig.__dataclass_fields__.keys() - own
     return {name: value for name, value in stored.items() if name in known}
+
+
+def settings_beside_the_model(folder: Path | str, iteration: int | None = None) -> dict[str, object]:
+    """Tokenizer, number format and ``model`` of the run that saved the checkpoint in ``folder``; what it does not say is absent.
+
+    ``model`` is for comparison: whoever wants the code that it names imported has to say so.
+    """
+    path = find_checkpoint(folder, iteration)
+    kind = None if path is None else kind_of(path)
+    if path is None or kind == "hf":
+        return {}
+    if kind == "native":
+        state = read_native_record(path, read_metadata(path))["state"]
+        stored = {**(state.get("settings") or {}), "model": (state.get("model") or {}).get("model")}
+    else:
+        common = LegacyCheckpoint.open(path).common if kind == "megatron-legacy" else read_common(path, read_metadata(path))
+        stored = values_of(common.get("args"))
+        kinds = get_args(get_args(get_type_hints(TokenizerConfig)["tokenizer_type"])[0])
+        if stored.get("tokenizer_type") not in kinds:
+            stored = {name: value for name, value in stored.items() if name in ("bf16", "fp16")}
+    names = [*TokenizerConfig.__dataclass_fields__, "bf16", "fp16", "model"]
+    return {name: stored[name] for name in names if stored.get(name) not in (None, False)}

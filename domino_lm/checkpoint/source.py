@@ -68,7 +68,7 @@ def open_checkpoint(path: Path, stack: HasParameters, optimizer: HasMoments | No
     if kind == "hf":
         raise CheckpointError(
             f"{path}: a Hugging Face model, which training does not read directly; "
-            "convert it: tools/convert_checkpoint.py --load ... --save ... --to native"
+            "convert it: domino-lm-convert --load ... --save ... --to native"
         )
     if kind == "megatron-legacy":
         source = _open_legacy(path, stack, optimizer, tp)

@@ -56,7 +56,7 @@ class DataConfig:
     """Where samples come from."""
 
     data_path: tuple[str, ...] | None = None
-    """Prefix of a .bin/.idx pair made by tools/preprocess_data.py; several to blend them by size, or pairs of weight and prefix to blend them by weight."""
+    """Prefix of a .bin/.idx pair made by domino-lm-preprocess; several to blend them by size, or pairs of weight and prefix to blend them by weight."""
 
     split: str | None = None
     """Shares of training, validation and test, counted in sequences of each source (969,30,1 if none is given)."""

@@ -46,9 +46,7 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     given = [weight for weight in weights if weight is not None]
     prefixes = words[1::2] if given else words
     if len(prefixes) > MAX_SOURCES:
-        raise DatasetError(
-            f"{flag} names {len(prefixes)} sources; at most {MAX_SOURCES} can be blended: merge some with tools/merge_datasets.py."
-        )
+        raise DatasetError(f"{flag} names {len(prefixes)} sources; at most {MAX_SOURCES} can be blended: merge some with domino-lm-merge.")
     if not given:
         return Blend(tuple(prefixes))
     for weight, word in zip(weights, words[::2], strict=True):

@@ -158,7 +158,7 @@ class IndexedDataset:
         if not missing:
             return
         stem, extension = os.path.splitext(self.prefix)
-        hint = "make the pair with tools/preprocess_data.py"
+        hint = "make the pair with domino-lm-preprocess"
         if extension in (".bin", ".idx"):
             hint = f"give the prefix without its extension: {stem}"
         raise IndexedDatasetError(f"{' and '.join(missing)}: no such file; {hint}.")

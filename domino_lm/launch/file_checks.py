@@ -21,7 +21,7 @@ def file_faults(run: RunConfig) -> Iterator[str]:
     for prefix in dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes):
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
         stem, end = os.path.splitext(prefix)
-        way_out = f"give the prefix without its extension: {stem}" if end in (".bin", ".idx") else "tools/preprocess_data.py makes them"
+        way_out = f"give the prefix without its extension: {stem}" if end in (".bin", ".idx") else "domino-lm-preprocess makes them"
         if missing:
             yield f"the data {prefix} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not there; {way_out}."
     for name in ("tokenizer_model", "vocab_file", "merge_file"):

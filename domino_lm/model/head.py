@@ -84,12 +84,17 @@ class Head(Part):
 
     def forward(self, x: Tensor, row: Row) -> Tensor:
         """Loss of every token [s, b] through autograd."""
+        maximum, total, target = self.statistics(x, row)
+        return (total.log() + maximum - target).squeeze(-1)
+
+    def statistics(self, x: Tensor, row: Row) -> tuple[Tensor, Tensor, Tensor]:
+        """Largest logit, sum of exponentials less it, and the label's logit of every token, over all ranks: 3 x [s, b, 1]."""
         logits = self.logits(CopyToShards.apply(x, self.tp), row)  # [s, b, v/t]
         maximum = self.tp.all_reduce(finite_maximum(logits.detach()), op="max")  # [s, b, 1]
         ids, ours = local_rows(row.labels, self.weight, self.tp)
         target = ReduceFromShards.apply(logits.gather(-1, ids.unsqueeze(-1)).masked_fill(~ours, 0), self.tp)
         total = ReduceFromShards.apply((logits - maximum).exp().sum(-1, keepdim=True), self.tp)
-        return (total.log() + maximum - target).squeeze(-1)
+        return maximum, total, target
 
     def logits(self, x: Tensor, row: Row) -> Tensor:
         """This rank's columns [s, b, v/t] of the logits of ``x`` [s, b, h], through autograd."""

@@ -145,10 +145,13 @@ class ShardedPart(Part, ABC):
         if self.b_in is not None:
             accumulate_bias_grad(self.b_in, dh)
 
-    def forward(self, x: Tensor, row: Row) -> Tensor:
-        """The whole part through autograd, collectives included: ``x`` [s, b, h] to the reduced [s, b, h]."""
+    def forward(self, x: Tensor, row: Row, ctx: RowContext | None = None) -> Tensor:
+        """The whole part through autograd, collectives included: ``x`` [s, b, h] to the reduced [s, b, h].
+
+        ``ctx`` is what the core sees of the row and of earlier ones; without it there are none.
+        """
         h = gemm(CopyToShards.apply(x, self.tp), self.w_in, self.b_in)  # [s, b, n/t]
-        return ReduceFromShards.apply(gemm(self.core(h, RowContext(row)), self.w_out), self.tp)
+        return ReduceFromShards.apply(gemm(self.core(h, ctx or RowContext(row)), self.w_out), self.tp)
 
 
 def input_of(ctx: RowContext) -> Tensor:

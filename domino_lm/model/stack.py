@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from domino_lm.model.batch import MicroBatch, Row
+from domino_lm.model.batch import MicroBatch, Row, RowContext
 from domino_lm.model.embedding import Embedding
 from domino_lm.model.head import Head
 from domino_lm.model.norm import NormPart
@@ -38,10 +38,10 @@ class Stack:
         """Loss of every token [s, b] of a row, with dropout if the row has a key for it."""
         return self.head.forward(self.hidden_states(row), row)
 
-    def hidden_states(self, row: Row) -> Tensor:
-        """The head's input [s, b, h]."""
+    def hidden_states(self, row: Row, contexts: Sequence[RowContext | None] | None = None) -> Tensor:
+        """The head's input [s, b, h]; ``contexts`` are the sharded parts' views of the row, by block, if it continues earlier ones."""
         branch, residual = self.embedding.forward(row), None
-        for norm, sharded in self.blocks:
+        for (norm, sharded), ctx in zip(self.blocks, contexts or [None] * len(self.blocks), strict=True):
             normed, residual = norm.forward(branch, residual, row)
-            branch = sharded.forward(normed, row)
+            branch = sharded.forward(normed, row, ctx)
         return self.final_norm.forward(branch, residual, row)[0]

@@ -12,8 +12,8 @@ from domino_lm.config.settings import ConfigError, ModelConfig, refuse
 KINDS = ("native", "megatron-legacy", "megatron-torch_dist", "hf")
 
 
-def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, ModelConfig | None]:
-    """The tool's own flags, and the model that the rest describes, if they do."""
+def flag_parser() -> argparse.ArgumentParser:
+    """The flags of this tool; training's flags of a model are read beside them."""
     parser = argparse.ArgumentParser(
         description="Convert a checkpoint; the kind of the source is detected. Weights, optimizer and schedule come along where both "
         "kinds have them. Tensors are read and written one at a time.",
@@ -36,7 +36,12 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
         "--vocab-size", type=int, metavar="N", help="true vocabulary, where the source does not know it (default: as it says)"
     )
     parser.add_argument("--no-optimizer", dest="optimizer", action="store_false", help="leave optimizer and schedule out")
-    flags, rest = parser.parse_known_args(argv)
+    return parser
+
+
+def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, ModelConfig | None]:
+    """The tool's own flags, and the model that the rest describes, if they do."""
+    flags, rest = flag_parser().parse_known_args(argv)
     return flags, _model(rest, flags.vocab_size)
 
 
@@ -81,3 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         f"wrote {flags.to} to {written}: {written_as} in {str(stored.dtype).removeprefix('torch.')}"
     )
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

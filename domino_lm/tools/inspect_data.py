@@ -23,7 +23,8 @@ HOW_TO_READ = {"full_validation", "dataloader_type", "data_sharding", "num_worke
 """Settings of the data that do not change what is in it."""
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def flag_parser() -> argparse.ArgumentParser:
+    """The flags of this tool."""
     parser = argparse.ArgumentParser(
         description="Show what a model will see of its data. The flags mean what they mean in training.",
         epilog="example: %(prog)s --data-path 0.3 data/a_text_document 0.7 data/b_text_document --seq-length 1024 --train-samples 100000 "
@@ -44,7 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     show.add_argument("--first-sample", type=int, default=0, metavar="I", help="which one to begin with (default: 0)")
     show.add_argument("--document", type=int, nargs="*", default=[], metavar="I", help="documents of the first source to show")
     show.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    return parser.parse_args(argv)
+    return parser
 
 
 def inspect(flags: argparse.Namespace) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def first_pair(sources: DataSources) -> IndexedDataset:
 
 
 def main() -> None:
-    flags = parse_arguments()
+    flags = flag_parser().parse_args()
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
     try:
         report = inspect(flags)
@@ -192,3 +193,7 @@ def _short(value: Any) -> str:
         shown = " ".join(map(str, value[:16]))
         return f"{shown} ... ({len(value)})" if len(value) > 16 else shown or "none"
     return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from domino_lm.data.indexed import IndexedDataset, IndexedDatasetError, IndexedDatasetWriter
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def flag_parser() -> argparse.ArgumentParser:
+    """The flags of this tool."""
     parser = argparse.ArgumentParser(
         description="Write the documents of all pairs in a folder, in the order of their names, into PREFIX.bin and PREFIX.idx.",
         epilog="example: %(prog)s --input shards --output-prefix data/corpus_text_document",
@@ -17,11 +18,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input", required=True, metavar="DIR", help="folder with the pairs; other files in it are named and left alone")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the merged pair without its extension")
     parser.add_argument("--multimodal", action="store_true", help="the pairs are multimodal: each sequence has a mode")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main() -> None:
-    flags = parse_arguments()
+    flags = flag_parser().parse_args()
     try:
         prefixes, others = pairs_in(flags.input)
         for name in others:
@@ -93,3 +94,7 @@ def _require_alike(datasets: Sequence[IndexedDataset], output_prefix: str, multi
                 raise IndexedDatasetError(
                     f"--output-prefix {output_prefix} is one of the pairs to merge; choose a prefix outside the folder, or move the earlier result."
                 )
+
+
+if __name__ == "__main__":
+    main()

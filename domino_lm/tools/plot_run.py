@@ -17,8 +17,8 @@ MARKERS = "os^Dvp"
 """Markers of the validation sets, in turn."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Parse, read, draw, and return the exit status."""
+def flag_parser() -> argparse.ArgumentParser:
+    """The flags of this tool."""
     parser = argparse.ArgumentParser(description="Draw loss, learning rate, gradient norm and throughput of one or several runs.")
     parser.add_argument("runs", nargs="+", type=Path, help="a --metrics-file, a --tensorboard-dir, or a folder with a metrics.jsonl")
     parser.add_argument("--output", type=Path, default=Path("run.png"), help="picture to write; default: run.png")
@@ -28,7 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--follow", type=float, nargs="?", const=10.0, metavar="SECONDS", help="draw again whenever a run has gone on, until Ctrl-C"
     )
-    chosen = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, read, draw, and return the exit status."""
+    chosen = flag_parser().parse_args(arguments)
     names = chosen.names or distinct_names(chosen.runs)
     if len(names) != len(chosen.runs):
         print(f"--names gives {len(names)} names for {len(chosen.runs)} runs; give one each.", file=sys.stderr)
@@ -277,3 +282,7 @@ def _from_events(folder: Path) -> RunCurves:
     texts = [tag for tag in events.Tags()["tensors"] if tag.endswith("/text_summary")]  # every start writes its settings
     begins = {event.step for event in events.Tensors(texts[0])} if texts else set()
     return RunCurves(found, [(begin, samples_after.get(begin)) for begin in sorted(begins) if begin])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Are these nodes fit for a job? Started on all ranks like the job itself, in the minute before it.
 
-    torchrun --nnodes 4 --nproc-per-node 8 ... tools/preflight.py --tensor-model-parallel-size 8 --shared /data/run
+    torchrun --nnodes 4 --nproc-per-node 8 ... -m domino_lm.tools.preflight --tensor-model-parallel-size 8 --shared /data/run
 
 Looks at the layout of ranks, versions (Python, PyTorch, this package, CUDA, NCCL), clocks, whether all ranks reach each
 other, latency and bandwidth of every group, whether folders are shared, and free disk. Prints one table. Exit code 0: fit;
@@ -77,8 +77,8 @@ def joined(tensor_parallel: int, backend: str | None, seconds: float) -> Iterato
         yield mesh
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags; a wrong one ends with exit code 2."""
+def flag_parser() -> argparse.ArgumentParser:
+    """The flags of this tool; a wrong one ends with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="as in the job (default 1)")
     parser.add_argument("--shared", nargs="*", default=[], metavar="FOLDER", help="folders that all ranks must see: data, checkpoints")
@@ -89,12 +89,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--distributed-backend", choices=["gloo", "nccl"], default=None, help="gloo looks at CPUs alone")
     parser.add_argument("--timeout-seconds", type=float, default=60.0, help="of each stage (default 60)")
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, print on rank 0, and return the exit code."""
-    own, rank = parse(argv), int(os.environ.get("RANK", "0"))
+    own, rank = flag_parser().parse_args(argv), int(os.environ.get("RANK", "0"))
     limits = Limits(
         shared=tuple(own.shared),
         min_free_gib=own.min_free_gib,
@@ -134,3 +134,7 @@ def _fail(line: str, code: int, speaks: bool) -> int:
     else:
         time.sleep(1.0)  # torchrun ends all ranks when the first one is gone, and rank 0 has to speak
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

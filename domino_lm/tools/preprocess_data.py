@@ -14,8 +14,8 @@ from domino_lm.tools.setting_flags import add_flags, add_tokenizer_flags, take
 EXIT_LINES_SKIPPED = 3
 
 
-def parse_arguments(argv: list[str] | None = None) -> tuple[PreprocessConfig, bool]:
-    """The run, and whether its summary is wanted as JSON."""
+def flag_parser() -> argparse.ArgumentParser:
+    """The flags of this tool."""
     parser = argparse.ArgumentParser(
         description="Encode the documents of JSON lines files into PREFIX_KEY_document.bin and .idx, the files that training reads.",
         epilog="example: %(prog)s --input corpus.jsonl --output-prefix data/corpus --tokenizer-type SentencePieceTokenizer "
@@ -31,7 +31,12 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[PreprocessConfig, bo
     run = parser.add_argument_group("run")
     add_flags(run, run_flags)
     run.add_argument("--json", action="store_true", help="print the summary as one JSON object")
-    flags = vars(parser.parse_args(argv))
+    return parser
+
+
+def parse_arguments(argv: list[str] | None = None) -> tuple[PreprocessConfig, bool]:
+    """The run, and whether its summary is wanted as JSON."""
+    flags = vars(flag_parser().parse_args(argv))
     as_json = flags.pop("json")
     return take(flags, PreprocessConfig, tokenizer=take(flags, TokenizerConfig)), as_json
 
@@ -83,3 +88,7 @@ def main() -> None:
         print_summary(summary, config)
     if summary.skipped:
         sys.exit(EXIT_LINES_SKIPPED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """Predict a training step on a machine that you do not have. No GPU, no torch: it takes a fraction of a second.
 
-    python tools/simulate.py --preset gpt3-13b --hardware dgx-h100 --nodes 4 --micro-batch-size 4
-    python tools/simulate.py --preset llama2-7b --hardware dgx-h100 --nodes 2 --tensor-model-parallel-size 16 --micro-batch-size 8 --compare
-    python tools/simulate.py --preset gpt3-13b --hardware gb200-nvl72 --sweep sweep/gpt3-13b
+    domino-lm-simulate --preset gpt3-13b --hardware dgx-h100 --nodes 4 --micro-batch-size 4
+    domino-lm-simulate --preset llama2-7b --hardware dgx-h100 --nodes 2 --tensor-model-parallel-size 16 --micro-batch-size 8 --compare
+    domino-lm-simulate --preset gpt3-13b --hardware gb200-nvl72 --sweep sweep/gpt3-13b
 
 All flags of training are understood; those below are added. Without --tensor-model-parallel-size, as many devices of a node as the
 model's widths allow share it. --timeline FILE.json draws the predicted step; --print-plan prints its plan instead of predicting it.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from domino_lm.config.arguments import Flags, build_parser, config_from_values, read_flags, sound_run, with_file_and_preset
+from domino_lm.config.flag_parser import FlagParser
 from domino_lm.config.settings import ConfigError, RunConfig, ScheduleConfig
 from domino_lm.launch.checks import run_faults, widest_tensor_parallel
 from domino_lm.schedule.render import MissingMatplotlibError, draw
@@ -54,10 +55,10 @@ class Asked:
     chosen: argparse.Namespace
 
 
-def parse_arguments(argv: Sequence[str]) -> Asked:
-    """Training's flags and ours. Raises ConfigError."""
+def flag_parser() -> FlagParser:
+    """Training's flags and ours."""
     parser = build_parser()
-    parser.prog, parser.description = "simulate.py", __doc__
+    parser.prog, parser.description = "domino-lm-simulate", __doc__
     group = parser.add_argument_group("simulation")
     group.add_argument("--hardware", default="dgx-h100", metavar="NAME|FILE.json", help=f"{', '.join(HARDWARE)}, or a calibration file")
     group.add_argument("--nodes", type=int, default=1, help="NVLink domains; default 1")
@@ -72,7 +73,12 @@ def parse_arguments(argv: Sequence[str]) -> Asked:
         group.add_argument(f"--sweep-{name.replace('_', '-')}", type=_numbers, default=None, metavar="N,N", help=text)
     group.add_argument("--processes", type=int, default=os.cpu_count(), help="processes of --sweep; default: all CPUs")
     parser.set_defaults(print_plan=False, plan_layer=None)
-    return _resolve(read_flags(parser, argv))
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> Asked:
+    """What the command line wants. Raises ConfigError."""
+    return _resolve(read_flags(flag_parser(), argv))
 
 
 def _resolve(flags: Flags) -> Asked:
@@ -233,3 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

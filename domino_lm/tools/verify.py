@@ -1,6 +1,6 @@
 """Is my parallel run right? Takes the flags of training, under the same torchrun, and compares with a single rank.
 
-    torchrun --standalone --nproc-per-node 2 tools/verify.py --preset debug-gpt --tensor-model-parallel-size 2 ...
+    torchrun --standalone --nproc-per-node 2 -m domino_lm.tools.verify --preset debug-gpt --tensor-model-parallel-size 2 ...
 
 Runs a few steps on one rank, on the requested layout in Megatron's order, and under the requested schedule, from the same
 initial weights and on the same samples; prints loss, gradient norm and the tensors that differ most, and what is normal.
@@ -22,14 +22,19 @@ from domino_lm.pretrain import WRONG_SETTINGS, build_data, show_warning
 EXIT_WRONG_SETTINGS, EXIT_NOT_NORMAL = 2, 3
 
 
-def main() -> int:
-    """Parse, build, verify; the exit code."""
+def flag_parser() -> argparse.ArgumentParser:
+    """The flags of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--verify-steps", type=int, default=3, help="steps of each run (default 3)")
     parser.add_argument("--verify-dtype", choices=["float64", "float32"], default="float64", help="float64 tells a bug from rounding")
     parser.add_argument("--verify-largest", type=int, default=200_000_000, help="parameters that one rank can hold; layers are cut to fit")
-    parser.epilog = "All flags of training follow; see python -m domino_lm.pretrain --help."
-    own, training_flags = parser.parse_known_args()
+    parser.epilog = "All flags of training follow; see domino-lm-pretrain --help."
+    return parser
+
+
+def main() -> int:
+    """Parse, build, verify; the exit code."""
+    own, training_flags = flag_parser().parse_known_args()
     first = os.environ.get("RANK", "0") == "0"
     warnings.showwarning = show_warning
     try:
@@ -67,3 +72,7 @@ def verify_run(run: RunConfig, own: argparse.Namespace) -> int:
         if mesh.world.rank == 0:
             print(report, flush=True)
     return 0 if normal else EXIT_NOT_NORMAL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

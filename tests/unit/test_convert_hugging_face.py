@@ -195,7 +195,7 @@ def test_what_this_program_does_not_compute_is_refused(tmp_path: Path, name: str
 
 
 def test_training_does_not_read_the_folder_and_says_what_does(tmp_path: Path, ranks: Ranks) -> None:
-    with pytest.raises(AssertionError, match=r"tools/convert_checkpoint.py --load"):
+    with pytest.raises(AssertionError, match=r"domino-lm-convert --load"):
         ranks(1).run(load_directly, str(FOLDER / "llama"))
 
 

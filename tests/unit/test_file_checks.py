@@ -35,7 +35,7 @@ def faults(folder: Path, flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        ("--data-path @none", ["@none.bin and @none.idx", "are not there", "tools/preprocess_data.py"]),
+        ("--data-path @none", ["@none.bin and @none.idx", "are not there", "domino-lm-preprocess"]),
         ("--data-path @half", ["@half.idx", "is not there"]),
         ("--data-path @tokens.bin", ["without its extension: @tokens"]),
         ("--data-path 1 @tokens 2 @other", ["the data @other"]),

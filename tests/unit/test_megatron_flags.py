@@ -106,7 +106,7 @@ def test_flags_that_ask_for_nothing_else_are_ignored_with_their_reason() -> None
     [
         ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: pipeline parallelism is not there"),
         ("--optimizer sgd", r"--optimizer sgd: AdamW is the only optimizer \(only adam is accepted\)"),
-        ("--ckpt-format torch", "tools/convert_checkpoint.py writes others"),
+        ("--ckpt-format torch", "domino-lm-convert writes others"),
         ("--moe-router-topk 2", "--moe-router-topk 2: experts are not there"),
         ("--fim-data --fim-rate 0.5", "--fim-data: samples are not rearranged[^\n]*\n.*--fim-rate 0.5: samples"),
         ("--no-position-embedding", "--no-position-embedding: models without positions are not there"),
