@@ -3,8 +3,10 @@
     git worktree add --detach ../before 27ce0da
     python benchmarks/against_checkout.py ../before --rounds 15 --output benchmarks/results/against_before.json
 
-Both run the program itself (``domino_lm.pretrain`` on mock data) with the same flags, on one rank and on two that share a
-tensor-parallel model; the order changes every round. A ratio is formed within a round, between medians of its steps.
+Both run the program itself (``domino_lm.pretrain`` on mock data) with the same flags. On one rank they run at the same time, on a
+core each, which they exchange within a round, so that both meet the same noise of the machine; on two ranks, which share a
+tensor-parallel model and need both cores, in turn, the order changing every round. A ratio is formed within a round, between medians of
+its steps.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
@@ -39,8 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     for ranks in chosen.ranks:
         rounds = []
         for turn in range(chosen.rounds):
-            order = [("this", HERE), ("other", chosen.other.resolve())]
-            rounds.append({name: one_turn(root, ranks, chosen.steps) for name, root in (order if turn % 2 else order[::-1])})
+            roots = {"this": HERE, "other": chosen.other.resolve()}
+            if ranks == 1:
+                rounds.append(side_by_side(roots, chosen.steps))
+            else:
+                rounds.append({name: one_turn(roots[name], ranks, chosen.steps) for name in sorted(roots, reverse=bool(turn % 2))})
         found[f"TP {ranks}"] = summary(rounds)
         print(
             f"TP {ranks}: " + ", ".join(f"{name} {value}" for name, value in found[f"TP {ranks}"].items() if name != "rounds"), flush=True
@@ -50,14 +58,26 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def one_turn(root: Path, ranks: int, steps: int) -> dict[str, float]:
-    """Median step time and largest memory of a rank over one start of the program in ``root``."""
+def side_by_side(roots: Mapping[str, Path], steps: int) -> dict[str, dict[str, float]]:
+    """Both programs at once, first on one core each and then on the other's; means of the two."""
+    cores, found = sorted(os.sched_getaffinity(0))[:2], defaultdict[str, list[dict[str, float]]](list)
+    for places in (cores, cores[::-1]):
+        with ThreadPoolExecutor() as pool:
+            turns = {name: pool.submit(one_turn, root, 1, steps, place) for (name, root), place in zip(roots.items(), places, strict=True)}
+        for name, turn in turns.items():
+            found[name].append(turn.result())
+    return {name: {key: statistics.mean(one[key] for one in both) for key in both[0]} for name, both in found.items()}
+
+
+def one_turn(root: Path, ranks: int, steps: int, core: int | None = None) -> dict[str, float]:
+    """Median step time and largest memory of a rank over one start of the program in ``root``, on one ``core`` or on all."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         flags = [*FLAGS, "--tensor-model-parallel-size", str(ranks), "--train-iters", str(steps), "--metrics-file", str(metrics)]
+        place = [] if core is None else ["taskset", "--cpu-list", str(core)]
         subprocess.run(
-            [sys.executable, *launch, "-m", "domino_lm.pretrain", *flags],
+            [*place, sys.executable, *launch, "-m", "domino_lm.pretrain", *flags],
             check=True,
             cwd=root,
             env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},

@@ -60,7 +60,7 @@ RUN_BY = {
     r"^WORLD_SIZE=64 python -m domino_lm\.pretrain --dry-run": f"{_DOCUMENTS}the_memory_command_answers_for_all_its_ranks",
     r"^NPROC=2 .*debug\.sh": f"{_DOCUMENTS}the_command_for_two_cpu_processes_trains_on_the_demos_tokens",
     r"runs/real|^(export|for|done|FLAGS|EXTRA_ARGS)": f"{_DOCUMENTS}the_page_on_training_runs_as_it_is_typed",
-    r"--input my\.jsonl|--nproc-per-node 2 |plot_(run|timeline)\.py runs": f"{_DOCUMENTS}the_commands_for_ones_own_text_lead_from_text_to_curves",
+    r"activate$|--mock-data$|--input my\.jsonl|--nproc-per-node 2 |plot_(run|timeline)\.py runs": f"{_DOCUMENTS}the_commands_for_ones_own_text_lead_from_text_to_curves",
 }
 """A pattern of commands, and the test that runs them. Three stand in for what a machine may lack: Megatron's program, a GPU, Slurm."""
 

@@ -7,11 +7,12 @@ here imports torch.
 import argparse
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from domino_lm.config.flag_parser import DEFAULT, FlagParser
 from domino_lm.config.megatron_flags import REQUIRES, classify
-from domino_lm.config.presets import BESIDE_THE_MODEL, PRESETS
+from domino_lm.config.presets import BESIDE_THE_MODEL, DEBUG_RUN, PRESETS
 from domino_lm.config.schema import NO_DEFAULT, Setting, flat_values, parts, settings
 from domino_lm.config.settings import ConfigError, RunConfig, refuse
 from domino_lm.config.toml_file import PRESET, read_config
@@ -99,13 +100,22 @@ FaultsOf = Callable[[RunConfig], Iterable[str]]
 """What keeps settings from working together, a line per fault."""
 
 
-def parse_arguments(argv: Sequence[str], faults_of: FaultsOf | None = None) -> RunConfig:
+def parse_arguments(
+    argv: Sequence[str], faults_of: FaultsOf | None = None, unless_said: Mapping[str, object] = MappingProxyType({})
+) -> RunConfig:
     """Settings of one run from its command line; see `parse_command`."""
-    return parse_command(argv, faults_of=faults_of).run
+    return parse_command(argv, faults_of=faults_of, unless_said=unless_said).run
 
 
-def parse_command(argv: Sequence[str], model_of_checkpoint: ModelOfCheckpoint | None = None, faults_of: FaultsOf | None = None) -> Command:
+def parse_command(
+    argv: Sequence[str],
+    model_of_checkpoint: ModelOfCheckpoint | None = None,
+    faults_of: FaultsOf | None = None,
+    unless_said: Mapping[str, object] = MappingProxyType({}),
+) -> Command:
     """What a command line asks for; ``model_of_checkpoint`` answers if it asks for --use-checkpoint-args.
+
+    Settings in ``unless_said`` are taken if flags, file, preset and checkpoint do not say them.
 
     Raises ConfigError with all faults in the one message: unknown flags, refused flags, wrong values, missing settings, and
     what ``faults_of`` finds in the settings, if all of them have a value.
@@ -114,12 +124,13 @@ def parse_command(argv: Sequence[str], model_of_checkpoint: ModelOfCheckpoint | 
     dry_run, layer = flags.values.pop("dry_run", False), flags.values.pop("plan_layer", None)
     print_plan = flags.values.pop("print_plan", False) or layer is not None
     try:
-        values, explicit = with_file_and_preset(flags.values)
+        preset, values, explicit = with_file_and_preset(flags.values)
         taken = _from_checkpoint(values, explicit, model_of_checkpoint)
     except ConfigError as error:
         refuse([*flags.faults, str(error)])
         raise
-    run = sound_run({**values, **taken}, flags, faults_of)
+    debug = DEBUG_RUN if preset is not None and preset.startswith("debug-") else {}
+    run = sound_run(_filled({**values, **taken}, {**debug, **unless_said}), flags, faults_of)
     gone = [f"--{name.replace('_', '-')} {values[name]}: {why}" for name, why in GONE.items() if name in values]
     return Command(run, dry_run, print_plan, layer, (*flags.ignored, *gone), tuple(f"{key} {value}" for key, value in taken.items()))
 
@@ -132,11 +143,23 @@ def read_flags(parser: FlagParser, argv: Sequence[str]) -> Flags:
     return Flags(vars(found), ignored, faults, parser.wrong)
 
 
-def with_file_and_preset(flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values of flags, the file that --config names, and the preset that either names; then those of them that are no preset's.
+def _filled(values: dict[str, Any], unless_said: Mapping[str, object]) -> dict[str, Any]:
+    """``values``, and of ``unless_said`` what they leave open: a length in samples says the iterations, a tokenizer the vocabulary."""
+    said_by = {"train_iters": "train_samples", "vocab_size": "tokenizer_type"}
+    return {name: value for name, value in unless_said.items() if values.get(said_by.get(name, name)) is None} | values
 
-    Raises ConfigError for a wrong file.
-    """
+
+class Given(NamedTuple):
+    """What a command line says, before anything else fills it up."""
+
+    preset: str | None
+    values: dict[str, Any]
+    explicit: dict[str, Any]
+    """Those of ``values`` that are no preset's."""
+
+
+def with_file_and_preset(flags: dict[str, Any]) -> Given:
+    """Values of flags, the file that --config names, and the preset that either names. Raises ConfigError for a wrong file."""
     given = dict(flags)
     path, preset = given.pop("config", None), given.pop(PRESET, None)
     from_file = read_config(path, GONE) if path is not None else {}
@@ -147,7 +170,7 @@ def with_file_and_preset(flags: dict[str, Any]) -> tuple[dict[str, Any], dict[st
     values = {**({**BESIDE_THE_MODEL, **PRESETS[str(name)]} if name else {}), **from_file, **given}
     if values.get("tokenizer_type") is None and values.get("vocab_file") and values.get("merge_file"):
         values["tokenizer_type"] = "GPT2BPETokenizer"  # what Megatron's pretraining of GPT takes for granted
-    return values, {**from_file, **given}
+    return Given(name, values, {**from_file, **given})
 
 
 def sound_run(values: dict[str, Any], flags: Flags, faults_of: FaultsOf | None = None) -> RunConfig:

@@ -7,6 +7,9 @@ cosine, as it did in the published runs.
 BESIDE_THE_MODEL: dict[str, object] = {"lr_decay_style": "cosine"}
 """What every preset stands for that is no part of its model."""
 
+DEBUG_RUN: dict[str, object] = {"lr": 1e-3, "micro_batch_size": 4, "train_iters": 100, "vocab_size": 1024}
+"""What presets named debug-... stand for besides, if nothing else says it, so that one runs alone."""
+
 _GPT: dict[str, object] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 _LLAMA: dict[str, object] = {
     "position_embedding_type": "rope",

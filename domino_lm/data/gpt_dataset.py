@@ -47,6 +47,10 @@ class TokenSource(Protocol):
         """Everything about the tokens that the order of samples depends on."""
 
 
+class EmptySplitError(DatasetError):
+    """A split without a single sample."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
     """How samples are cut and masked. The same for all splits."""
@@ -160,15 +164,15 @@ class GPTDataset:
         lengths = indexed.sequence_lengths[sequences.start : sequences.stop]
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch == 0:
-            raise DatasetError(
-                f"{indexed.prefix}: the {split} split has {len(sequences)} of {len(indexed)} sequences and no token; "
+            raise EmptySplitError(
+                f"{indexed.prefix}: the {split} split has {len(sequences)} of {len(indexed)} {_unit(indexed)} and no token; "
                 f"use more data, or change --split so that {split} gets some, or give it the weight 0."
             )
         self.epochs = plan_epochs(self.tokens_per_epoch, num_samples, config.sequence_length, self._extra)
         tokens = self.epochs.repeats * self.tokens_per_epoch
         self._length = count_samples(tokens, config.sequence_length, self._extra, self._drop_last)
         if self._length == 0 and num_samples != 0:
-            raise DatasetError(
+            raise EmptySplitError(
                 f"{indexed.prefix}: the {split} split has {tokens} tokens, too few for one sample of --seq-length {config.sequence_length}"
                 f"{' and its last label' if self._extra else ''}; use more data, another --split or shorter samples."
             )
@@ -266,3 +270,8 @@ class GPTDataset:
         documents = build_document_index(self.sequences, self.epochs, rng)
         samples = build_sample_index(self.indexed.sequence_lengths, documents, self.config.sequence_length, self._length, self._extra)
         return documents, samples, build_shuffle_index(self._length, self.epochs, rng)
+
+
+def _unit(source: TokenSource) -> str:
+    """What a source's sequences are: documents, unless these were split into sentences."""
+    return "documents" if getattr(source, "num_documents", len(source)) >= len(source) else "sequences"

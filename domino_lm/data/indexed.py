@@ -233,7 +233,7 @@ class IndexedDatasetWriter:
     A context manager: leaving it well puts both files in place under their final names, ``.bin`` first; leaving it by
     an exception removes everything it wrote. Until then both live beside the target under temporary names, so no
     reader can meet a half-written file. `prepare` writes all that is left to write, for callers that put several pairs in
-    place together. Raises BusyError while another process writes the same pair.
+    place together. The folder is made if it is missing. Raises BusyError while another process writes the same pair.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike, multimodal: bool = False) -> None:
@@ -248,6 +248,10 @@ class IndexedDatasetWriter:
         self._modes = array("b") if multimodal else None
         self.num_tokens = 0
         self._prepared = False
+        try:
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise IndexedDatasetError(f"{self.prefix}: the folder for it cannot be made ({error}); choose another prefix.") from error
         with ExitStack() as opened:
             self._drafts = []
             for extension in (".bin", ".idx"):

@@ -11,7 +11,7 @@ from typing import Any
 from domino_lm.config.data import DataConfig
 from domino_lm.data.blended import Blend, BlendedDataset, first_few, normalised, parse_blend, source_sizes, source_targets
 from domino_lm.data.continued import ContinuedDataset
-from domino_lm.data.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, SplitName, TokenSource, split_ranges
+from domino_lm.data.gpt_dataset import SPLITS, EmptySplitError, GPTDataset, GPTDatasetConfig, SplitName, TokenSource, split_ranges
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.mock import MockTokens
@@ -155,7 +155,21 @@ class _Builder:
         self._opened: dict[str, TokenSource] = {}
 
     def build(self, name: SplitName, size: int | None) -> Sequence[Dataset]:
-        """One data set, none, or with multiple validation sets several."""
+        """One data set, none, or with multiple validation sets several.
+
+        Validation or test data of one source that ``--split`` leaves nothing of are left out with a warning, unless they are to be read in full.
+        """
+        try:
+            return self._build(name, size)
+        except EmptySplitError as error:
+            blend, in_full = self._sources.blend, name == "valid" and size is None
+            several = blend is not None and len(blend.prefixes) > 1 and not self._sources.multiple_validation_sets
+            if name == "train" or in_full or several or self._sources.per_split:
+                raise
+            warnings.warn(f"{error} Without it there is no {name} loss.", stacklevel=2)
+            return []
+
+    def _build(self, name: SplitName, size: int | None) -> Sequence[Dataset]:
         sources = self._sources
         blend = sources.per_split.get(name) if sources.blend is None else sources.blend
         if sources.mock:

@@ -61,9 +61,6 @@ def merge(prefixes: Sequence[str], output_prefix: str, multimodal: bool = False)
 
     Raises IndexedDatasetError; no output exists then, unless it was there before.
     """
-    folder = os.path.dirname(output_prefix) or "."
-    if not os.path.isdir(folder):
-        raise IndexedDatasetError(f"--output-prefix {output_prefix}: the folder {folder} does not exist; make it with mkdir -p.")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     _require_alike(datasets, output_prefix, multimodal)
     try:

@@ -20,6 +20,8 @@ from domino_lm.launch.checks import run_faults
 from domino_lm.pretrain import WRONG_SETTINGS, build_data, show_warning
 
 EXIT_WRONG_SETTINGS, EXIT_NOT_NORMAL = 2, 3
+LEARNING_RATE = 1e-3
+"""If the flags give none."""
 
 
 def flag_parser() -> argparse.ArgumentParser:
@@ -38,7 +40,8 @@ def main() -> int:
     first = os.environ.get("RANK", "0") == "0"
     warnings.showwarning = show_warning
     try:
-        run = parse_arguments(training_flags, lambda run: run_faults(run, int(os.environ.get("WORLD_SIZE", "1"))))
+        world_size, length = int(os.environ.get("WORLD_SIZE", "1")), {"lr": LEARNING_RATE, "train_iters": own.verify_steps}
+        run = parse_arguments(training_flags, lambda run: run_faults(run, world_size), unless_said=length)
         return verify_run(run, own)
     except WRONG_SETTINGS as error:
         if first:

@@ -14,14 +14,22 @@ import pytest
 from domino_lm.watch.metrics_file import read_lines
 from tests.documents import ROOT, attempt, commands_for, copy_of_tree, fences, here
 
-SHORT = "--train-iters 3 --lr-warmup-iters 1 --eval-iters 1 --split 90,10,0 --log-interval 1 --num-workers 0"
+SHORT = "--train-iters 3 --lr-warmup-iters 1 --eval-iters 1 --log-interval 1 --num-workers 0"
+
+
+NO_TEST_SPLIT = (
+    "warning: data/my_text_document: the test split has 0 of 49 documents and no token; use more data, or change --split so that test gets "
+    "some, or give it the weight 0. Without it there is no test loss."
+)
+"""What is said of 50 documents, one of them empty, of which the usual split leaves none to test on."""
 
 
 def run(folder: Path, command: str, **variables: str) -> str:
     """What a line prints in ``folder``, which holds links to what it names."""
     done = attempt(folder, command, **variables)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    assert not re.search(r"warning|Traceback", done.stdout + done.stderr, re.I), done.stdout + done.stderr
+    printed = (done.stdout + done.stderr).replace(NO_TEST_SPLIT, "")
+    assert not re.search(r"warning|Traceback", printed, re.I), printed
     return done.stdout
 
 
@@ -31,20 +39,23 @@ def desk(tmp_path: Path) -> Path:
     for name in ("tools", "domino_lm", "examples", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "tokenizer.model").symlink_to(ROOT / "examples/data/sp4096.model")
-    (tmp_path / "data").mkdir()
-    lines = (ROOT / "examples/data/corpus.jsonl").read_text().splitlines()[:60]
+    lines = (ROOT / "examples/data/corpus.jsonl").read_text().splitlines()[:50]
     (tmp_path / "my.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path
 
 
 @pytest.mark.long
 def test_the_commands_for_ones_own_text_lead_from_text_to_curves(desk: Path) -> None:
-    preprocess, train, verify, curves, timeline = commands_for("test_the_commands_for_ones_own_text_lead_from_text_to_curves")
-    run(desk, preprocess)
+    activate, preprocess, train, alone, verify, curves, timeline = commands_for(
+        "test_the_commands_for_ones_own_text_lead_from_text_to_curves"
+    )
+    (desk / ".venv").symlink_to(sys.prefix)
+    run(desk, f"{activate}\n{preprocess}")
     out = run(desk, f"{train} {SHORT} --metrics-file runs/my/metrics.jsonl --timeline runs/demo/timeline")
     assert "training ended: finished at iteration 3" in out
     assert "resumed from checkpoints/my at iteration 3" in run(desk, f"{train} {SHORT}")
-    assert "all is normal" in run(desk, f"{verify} --split 90,10,0 --verify-steps 1")
+    assert "training ended: finished at iteration 2" in run(desk, f"{alone} --train-iters 2 --eval-iters 1")
+    assert "all is normal" in run(desk, f"{verify} --verify-steps 1")
     assert "curves.png" in run(desk, curves)
     assert "timeline.png" in run(desk, timeline)
 
@@ -87,6 +98,7 @@ def as_dry_runs(desk: Path) -> dict[str, str]:
     for name, text in STAND_INS.items():
         (desk / "bin" / name).write_text("#!/usr/bin/env bash\n" + text.format(python=sys.executable).lstrip() + "\n")
         (desk / "bin" / name).chmod(0o755)
+    (desk / "data").mkdir()
     for name in ("data/my_text_document.bin", "data/my_text_document.idx"):
         (desk / name).touch()
     (desk / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate([*BYTES, "<|endoftext|>"])}))

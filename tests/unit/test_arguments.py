@@ -22,6 +22,17 @@ def parse(line: str) -> RunConfig:
     return parse_arguments(line.split())
 
 
+def test_a_debug_preset_alone_is_a_whole_run_and_yields_to_all_that_is_said() -> None:
+    run = parse("--preset debug-llama --mock-data")
+    assert (run.optimizer.lr, run.training.train_iters, run.model.vocab_size) == (1e-3, 100, 1024)
+    assert not list(run_faults(run, 1))
+    said = parse("--preset debug-gpt --mock-data --train-samples 50 --lr 0.5 --tokenizer-type NullTokenizer --micro-batch-size 1")
+    assert (said.training.train_iters, said.training.train_samples, said.model.vocab_size) == (None, 50, None)
+    assert (said.optimizer.lr, said.training.micro_batch_size) == (0.5, 1)
+    with pytest.raises(ConfigError, match=r"--lr.*no value given"):
+        parse("--preset gpt3-125m --mock-data")
+
+
 def surface() -> str:
     """One line a flag: spellings, choices, default."""
     defaults = {item.name: "required" if item.default is NO_DEFAULT else repr(item.default) for item in settings()}
@@ -84,7 +95,7 @@ def test_all_missing_flags_stand_in_one_message() -> None:
 
 def test_who_gave_a_preset_is_not_told_to_take_one() -> None:
     with pytest.raises(ConfigError, match=r"^--lr: no value given and none by default; add what is missing\.$"):
-        parse("--preset debug-gpt --micro-batch-size 2 --train-iters 10")
+        parse("--preset gpt3-125m --micro-batch-size 2 --train-iters 10")
 
 
 def test_unknown_flags_stand_in_one_message_with_the_nearest_known_ones() -> None:
@@ -113,7 +124,7 @@ def test_a_wrong_value_is_named_with_its_flag(line: str, message: str) -> None:
 
 def test_unknown_refused_and_wrong_flags_and_missing_settings_stand_in_one_message() -> None:
     with pytest.raises(ConfigError) as raised:
-        parse("--preset debug-gpt --micro-batch-size x --normalization y --bogus 1 --optimizer sgd --train-iters")
+        parse("--preset gpt3-125m --micro-batch-size x --normalization y --bogus 1 --optimizer sgd --train-iters")
     lines = str(raised.value).splitlines()
     assert lines[0] == "6 settings cannot work:"
     starts = (

@@ -200,9 +200,6 @@ def _check(config: PreprocessConfig, paths: list[str]) -> None:
         raise PreprocessError("--keep-newlines says what stands between sentences; it needs --split-sentences.")
     for key in config.json_keys:
         prefix = config.prefix(key)
-        folder = os.path.dirname(prefix) or "."
-        if not os.path.isdir(folder):
-            raise PreprocessError(f"--output-prefix {config.output_prefix}: the folder {folder} does not exist; make it with mkdir -p.")
         for output in (prefix + ".bin", prefix + ".idx"):
             overwritten = [path for path in paths if os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path)]
             if overwritten:

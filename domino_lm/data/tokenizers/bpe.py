@@ -5,8 +5,10 @@ If the package ``gigatoken`` is installed it encodes batches, several times fast
 """
 
 import json
+import multiprocessing
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -114,8 +116,6 @@ class HuggingFaceTokenizer(_Backed):
         self._config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
         if _add_tokens(description, self._config) or description.get("truncation") or description.get("padding"):
             text = json.dumps(description | {"truncation": None, "padding": None})
-        self._ids: dict[str, int] = dict(description["model"]["vocab"]) if isinstance(description["model"]["vocab"], dict) else {}
-        self._ids |= {token["content"]: token["id"] for token in description["added_tokens"]}
         self._include_special = include_special
         template = description.get("post_processor")
         adds_nothing = template is None or template.get("type") == "ByteLevel" or template.get("single") == NO_TEMPLATE["single"]
@@ -126,9 +126,11 @@ class HuggingFaceTokenizer(_Backed):
         if special and (adds_nothing or not include_special) and _is_byte_level(description):
             fast = FastEncoder.create(text, special[0])
         super().__init__(text, fast)
-        if fast is not None and not _is_gpt2s(description["pre_tokenizer"]) and not fast.agrees_with(self.encode):
+        if fast is not None and not fast.agrees_with(self.encode, [token["content"] for token in description["added_tokens"]]):
             self._fast, self.uses_threads = None, False
-        self.vocab_size: int = len(self._ids) if self._fast is not None else self._backend.get_vocab_size(with_added_tokens=True)
+            if multiprocessing.parent_process() is None:  # not in each worker once more
+                warnings.warn(f"{self._file}: gigatoken gives other ids than the tokenizers library, which encodes alone.", stacklevel=2)
+        self.vocab_size: int = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.eod: int | None = self._named("eos_token")
         self.pad: int | None = self._named("pad_token")
 
@@ -145,7 +147,7 @@ class HuggingFaceTokenizer(_Backed):
         content = token.get("content") if isinstance(token, dict) else token
         if content is None:
             return None
-        found: int | None = self._ids.get(content) if self._ids else self._backend.token_to_id(content)
+        found: int | None = self._backend.token_to_id(content)  # which need not be the id that the file says
         return found
 
 

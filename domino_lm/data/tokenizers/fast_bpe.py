@@ -51,10 +51,11 @@ class FastEncoder:
         except Exception:  # its own kinds of error, for tokenizers of another kind and damaged files alike
             return None
 
-    def agrees_with(self, encode: Callable[[str], list[int]]) -> bool:
-        """Whether ``encode`` gives the same ids for a few texts that tokenizers are known to differ on."""
-        ids, lengths = self.encode_batch(PROBES)
-        expected = [encode(text) for text in PROBES]
+    def agrees_with(self, encode: Callable[[str], list[int]], added: Sequence[str]) -> bool:
+        """Whether ``encode`` gives the same ids for a few texts that tokenizers are known to differ on, and for all ``added`` tokens."""
+        texts = [*PROBES, *added, *(f"a{token} b {token}" for token in added)]
+        ids, lengths = self.encode_batch(texts)
+        expected = [encode(text) for text in texts]
         return lengths.tolist() == list(map(len, expected)) and ids.tolist() == [i for each in expected for i in each]
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:

@@ -164,7 +164,7 @@ def test_words_that_mean_nothing_are_refused(words: list[str], message: str) -> 
 
 
 def test_a_split_of_a_blend_that_a_source_cannot_fill_names_the_source(sources: tuple[str, str]) -> None:
-    with pytest.raises(DatasetError, match=r"a: the valid split has 0 of 9 sequences"):
+    with pytest.raises(DatasetError, match=r"a: the valid split has 0 of 9 documents"):
         build_splits(DataSources(blend=Blend(sources, (1.0, 1.0)), split="99,1,0"), (10, 5, 0), CONFIG)
 
 

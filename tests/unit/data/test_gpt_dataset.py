@@ -80,10 +80,31 @@ def test_a_split_of_weight_0_is_none() -> None:
 
 
 @pytest.mark.parametrize("size", [None, 5])
-def test_a_split_with_a_weight_but_no_sequence_is_refused(prefix: Path, size: int | None) -> None:
+def test_a_test_split_of_which_nothing_is_left_is_left_out_with_one_warning(prefix: Path, size: int | None) -> None:
     config = GPTDatasetConfig(sequence_length=8, seed=1)
-    with pytest.raises(DatasetError, match=r"the test split has 0 of 20 sequences.*--split"):
-        build(prefix, "969,30,1", (None, None if size is None else 0, size), config)
+    with pytest.warns(UserWarning, match=r"the test split has 0 of 20 documents.*--split.* Without it there is no test loss") as found:
+        splits = build(prefix, "969,30,1", (None, None if size is None else 0, size), config)
+    assert (splits.test, len(found)) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("sources", "sizes"),
+    [
+        ({"split": "1,969,30"}, (1, 1, 0)),  # training
+        ({"split": "969,1,30"}, (1, None, 0)),  # read in full
+        ({"blend": None, "per_split": ["train", "valid"]}, (1, 0, 0)),  # named by its own flag
+    ],
+    ids=["training", "full validation", "its own path"],
+)
+def test_what_is_asked_for_by_name_must_be_there(
+    prefix: Path, tmp_path: Path, sources: dict[str, Any], sizes: tuple[int | None, ...]
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "empty", np.uint16) as writer:
+        writer.add_documents([], [0], [1])
+    if "per_split" in sources:
+        sources = sources | {"per_split": {"train": Blend((str(prefix),)), "valid": Blend((str(tmp_path / "empty"),))}}
+    with pytest.raises(DatasetError, match="no token"):
+        build_splits(DataSources(**{"blend": Blend((str(prefix),)), **sources}), sizes, GPTDatasetConfig(sequence_length=8, seed=1))
 
 
 def test_a_split_without_sequences_is_none_when_nothing_is_asked_of_it(prefix: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from domino_lm.config.data import TokenizerConfig
-from domino_lm.data.indexed import IndexedDataset, IndexedDatasetWriter
+from domino_lm.data.indexed import IndexedDataset, IndexedDatasetError, IndexedDatasetWriter
 from domino_lm.data.preprocess.inputs import Block, PreprocessError, read_blocks
 from domino_lm.data.preprocess.preprocess import PreprocessConfig, Progress, Summary, preprocess
 from domino_lm.data.tokenizers.build import build_tokenizer
@@ -179,11 +179,11 @@ def test_blocks_are_whole_lines_and_know_their_place(tmp_path: Path, size_bytes:
         ({"json_keys": ("text", "text")}, "--json-keys text text"),
         ({"input": "/no/such.jsonl"}, "--input /no/such.jsonl: no such file"),
         ({"input": "/tmp"}, "--input /tmp is a folder"),
-        ({"output_prefix": "/no/such/out"}, "--output-prefix /no/such/out: the folder /no/such does not exist"),
+        ({"output_prefix": "/proc/none/out"}, "/proc/none/out_text_document: the folder for it cannot be made"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_flag(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(PreprocessError, match=message):
+    with pytest.raises((PreprocessError, IndexedDatasetError), match=message):
         run(tmp_path, GOOD, **settings)
 
 

@@ -1,8 +1,10 @@
 """Tokenizers: wrong files are refused by the name of their flag, before anything else happens."""
 
+import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from domino_lm.config.data import TokenizerConfig
 from domino_lm.data.tokenizers.build import build_tokenizer
@@ -52,3 +54,32 @@ def test_identity_follows_the_content_not_the_path(tmp_path: Path) -> None:
 def test_an_empty_batch_has_no_ids() -> None:
     ids, lengths = build_tokenizer(TokenizerConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=MODEL)).encode_batch([])
     assert (len(ids), len(lengths)) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*gigatoken")
+@pytest.mark.parametrize("fast", ["0", "1"])
+@pytest.mark.parametrize("ids", [(400, 401), (400, 500), (401, 400), (408, 409)], ids=["plain", "gap", "permuted", "shifted"])
+def test_ids_are_those_of_the_tokenizers_library_whatever_ids_the_file_says(
+    ids: tuple[int, int], fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOMINO_LM_GIGATOKEN", fast)
+    description = json.loads((Path(__file__).parent / "gapped_tokenizer.json").read_text())
+    for token, number in zip(description["added_tokens"], ids, strict=True):
+        token["id"] = number
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "pad_token": "<|fim|>"}')
+    found = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    library = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts = ["x <|fim|> y <|endoftext|>", "<|endoftext|>", "plain words", "a<|fim|><|fim|>b"]
+    expected = [library.encode(text).ids for text in texts]
+    assert found.encode_batch(texts)[0].tolist() == [number for ids in expected for number in ids]
+    assert [found.encode(text) for text in texts] == expected
+    assert (found.eod, found.pad) == (library.token_to_id("<|endoftext|>"), library.token_to_id("<|fim|>"))
+    assert found.vocab_size > max([number for ids in expected for number in ids])
+
+
+def test_leaving_the_fast_path_is_said_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("gigatoken")
+    (tmp_path / "tokenizer.json").write_text((Path(__file__).parent / "gapped_tokenizer.json").read_text())
+    with pytest.warns(UserWarning, match="gigatoken gives other ids than the tokenizers library, which encodes alone"):
+        build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
