@@ -63,7 +63,7 @@ class TensorBoardLog:
         from torch.utils.tensorboard.summary import hparams
 
         table = "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())])
-        plain = {name: value if isinstance(value, int | float) else str(value) for name, value in (hyperparameters or {}).items()}
+        plain = {name: value if type(value) in (int, float) else str(value) for name, value in (hyperparameters or {}).items()}
 
         def write() -> None:
             self._writer.add_text("settings", table, self._begin)

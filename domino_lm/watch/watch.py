@@ -60,7 +60,7 @@ class Watch:
             self._tensorboard = TensorBoardLog.open(logging.tensorboard_dir, begin, consumed_samples, world_size)
             if self._tensorboard is not None:
                 changed = [item for item in settings() if item.of(self._run) != item.default]
-                names = {item.name for item in changed if item.part in HYPERPARAMETERS}
+                names = {item.name for item in changed if item.part in HYPERPARAMETERS and not item.name.startswith(("eval", "exit"))}
                 values = {item.name: item.of(self._run) for item in changed}
                 self._tensorboard.settings(values, {name: value for name, value in values.items() if name in names})
         if logging.metrics_file is not None:

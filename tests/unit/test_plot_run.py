@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.summary.writer import event_file_writer
 
 from domino_lm.tools import plot_run
 from domino_lm.tools.plot_run import RunCurvesError, distinct_names, main, read_run, running_mean, running_median
@@ -62,7 +63,9 @@ def test_each_validation_set_and_each_resume_is_read_from_a_metrics_file(tmp_pat
     assert main([str(path), "--output", str(tmp_path / "a.png")]) == 0
 
 
-def test_each_validation_set_and_each_resume_is_read_from_event_files(tmp_path: Path) -> None:
+def test_each_validation_set_and_each_resume_is_read_from_event_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Files of one second are read in the order of this number as text, in which 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for begin in (0, 2):
         log = TensorBoardLog.open(str(tmp_path), begin, 8 * begin)
         assert log is not None
