@@ -34,6 +34,9 @@ Result = TypeVar("Result")
 WRONG_SETTINGS = (ConfigError, DatasetError, IndexedDatasetError, TokenizerError)
 EXIT_WRONG_SETTINGS = 2
 EXIT_FAILED_RUN = 1
+EXIT_NOT_SAVED = 3
+"""A run that could not save its last state."""
+
 SECONDS_FOR_RANK_0 = 1.0
 """How long other ranks wait before they leave: torchrun ends all ranks when the first one is gone, and rank 0 has to speak."""
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -107,7 +110,7 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
 
     from domino_lm.checkpoint.index import CheckpointError
     from domino_lm.parallel.mesh import ParallelMesh
-    from domino_lm.training.trainer import TrainingError
+    from domino_lm.training.trainer import SaveError, TrainingError
 
     try:
         joined = ParallelMesh.create(run.parallel, kernels=run.kernels)
@@ -127,6 +130,8 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
             return _fail(error, EXIT_FAILED_RUN)
         try:
             trainer.console(str(trainer.fit()))
+        except SaveError as error:
+            return _fail(error, EXIT_NOT_SAVED)
         except (CheckpointError, TrainingError) as error:
             return _fail(error, EXIT_FAILED_RUN)
         except WRONG_SETTINGS as error:  # data that one rank cannot read: the others cannot know
@@ -136,6 +141,7 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
 
 def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = ()) -> Trainer:
     """Tokenizer, data, model and trainer, resumed if ``--load`` says so; rank 0 prints what was built."""
+    from domino_lm.checkpoint.retention import remove_leftovers
     from domino_lm.checkpoint.same_model import with_gelu_of_checkpoint
     from domino_lm.launch.auto_schedule import settle_schedule
     from domino_lm.model.build import build_stack
@@ -146,6 +152,8 @@ def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (
     folder = run.checkpoint.save
     if folder is not None:
         together(mesh.world, lambda: require_writable(folder) if mesh.world.rank == 0 else None)
+        if mesh.world.rank == 0:
+            remove_leftovers(Path(folder))
     run, data, tokenizer = build_data(run, mesh)
     run, kept = with_gelu_of_checkpoint(run)
     run, candidates = settle_schedule(run, mesh)

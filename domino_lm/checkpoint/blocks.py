@@ -5,18 +5,21 @@ reads blocks of it, so a checkpoint does not depend on the parallel sizes that i
 """
 
 import math
+import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from io import BytesIO
+from io import BytesIO, IOBase
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,13 +28,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from domino_lm.checkpoint.index import CheckpointError, first_line
+from domino_lm.checkpoint.index import CheckpointError, DamagedError, first_line
+from domino_lm.checkpoint.manifest import FileHashes, HashedWriter, StoredFiles
 from domino_lm.model.parameter import ParameterSpec
 from domino_lm.parallel.collectives import Communicator
 
@@ -119,27 +123,48 @@ def write_blocks(
     world: Communicator,
     objects: Mapping[str, bytes] | None = None,
     resolve: Callable[[Block], Tensor] | None = None,
-) -> None:
+) -> dict[str, FileHashes]:
     """Write every rank's ``blocks`` into ``folder``, synced; all ranks call this, each with blocks that no other writes.
+
+    Returns the hashes of the files that this rank wrote.
 
     ``objects`` are bytes under keys of their own. ``resolve`` gives each block's values when its turn comes, so that they
     need not be in memory together; planning takes shapes and types from the block. Raises CheckpointError on all ranks
     if any of them fails.
     """
     planner = _BlockWriter(blocks, objects or {}, resolve or (lambda block: block.values))
+    writer = _Writer(folder)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save({}, storage_writer=_Writer(folder), planner=planner, process_group=world.group, no_dist=world.size == 1)
+            save({}, storage_writer=writer, planner=planner, process_group=world.group, no_dist=world.size == 1)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, CheckpointError) and world.size == 1:
             raise cause from error
         raise CheckpointError(f"rank {rank} failed with {type(cause).__name__}: {cause}") from error
+    return writer.fs.hashes
+
+
+class _HashedFiles(FileSystem):
+    """Where PyTorch's writer writes: files that are hashed on their way."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, FileHashes] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[IOBase, None, None]:
+        with HashedWriter(Path(path)) as file:
+            yield file
+            self.hashes[Path(path).name.removesuffix(".tmp")] = file.hashes()
 
 
 class _Writer(FileSystemWriter):
     """PyTorch's writer, leaving out empty files and the name of the temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs: _HashedFiles = _HashedFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if not plan.items:
@@ -284,36 +309,28 @@ def _misfit(folder: Path, faults: Sequence[tuple[str, str]], stored: Mapping[str
     return misfit(folder, [f"{key}: {fault}" for key, fault in faults])
 
 
-def read_blocks(folder: Path, metadata: Metadata, blocks: Sequence[Block], reads: Mapping[str, Sequence[ReadItem]]) -> None:
-    """Fill ``blocks`` from ``folder`` as `plan_reads` planned. No collective; tensors are read as data, never as code.
+@torch.no_grad()
+def read_blocks(files: StoredFiles, metadata: Metadata, blocks: Sequence[Block], reads: Mapping[str, Sequence[ReadItem]]) -> None:
+    """Fill ``blocks`` from ``files`` as `plan_reads` planned. No collective; tensors are read as data, never as code.
 
     Vocabulary rows that the checkpoint does not hold keep their values in weights, and are zero in optimizer moments.
-    Raises CheckpointError naming key and files if data cannot be read; blocks are half filled then.
+    Raises DamagedError naming key and file if data cannot be read or is not what was written; blocks are half filled then.
     """
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    target = _BlockReader(blocks)
+    values = {block.place: block.values for block in blocks}
     for block in blocks:
         if block.vocab_rows is not None and block.key.startswith(OPTIMIZER_PREFIX):
             block.values.zero_()
-    for key, items in reads.items():
+    places = [(metadata.storage_data[item.storage_index], item) for items in reads.values() for item in items]
+    for place, item in sorted(places, key=lambda pair: (pair[0].relative_path, pair[0].offset)):  # each part of a file once
         try:
-            reader.read_data(LoadPlan(list(items)), target).wait()
+            with files.open(place.relative_path, place.offset, place.length) as file:
+                stored = torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            target = narrow_tensor_by_index(values[_place(item.dest_index)], item.dest_offsets, item.lengths)
+            source = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
+            if source.shape != target.shape:
+                raise ValueError(f"a tensor of size {list(stored.shape)}")
+            target.copy_(source)
         except Exception as error:
             # Damaged bytes raise different errors in different layers.
-            files = sorted({metadata.storage_data[item.storage_index].relative_path for item in items})
-            raise CheckpointError(
-                f"{folder}: {key} cannot be read from {', '.join(files)}: {first_line(error)}. The data is damaged; "
-                "load another checkpoint, by its number in latest_checkpointed_iteration.txt"
-            ) from error
-
-
-class _BlockReader(DefaultLoadPlanner):
-    """Hands the reader the memory that each stored chunk, or part of it, belongs to."""
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        super().__init__()
-        self._blocks = {block.place: block.values for block in blocks}
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._blocks[_place(index)]
+            reason = first_line(files.damage or error)
+            raise DamagedError(f"{files.folder}: {item.dest_index.fqn} cannot be read from {place.relative_path}: {reason}") from error

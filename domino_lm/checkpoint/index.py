@@ -4,7 +4,12 @@ PyTorch reads this file with plain pickle, which calls whatever the file names. 
 become inert records, any other name is an error, and the index is rebuilt from the records with every field checked.
 """
 
+import errno
+import os
 import pickle
+import stat
+from collections.abc import Callable
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +48,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; the message names the file or tensor and the way out."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not what was written, whatever they are instead; an older one may be whole."""
+
+
 class Inert:
     """What a file says about one object of a class that is not loaded: the class's name and the object's state."""
 
@@ -56,19 +65,33 @@ class Inert:
         self.state = state
 
 
-def unreadable(what: str, kind: str, error: Exception) -> CheckpointError:
+def unreadable(what: str, kind: str, error: Exception) -> DamagedError:
     """The error for a file that should be of a ``kind``; a damaged pickle or archive raises nearly any exception."""
+    if isinstance(error, DamagedError):
+        return error
     if isinstance(error, OSError):
-        return CheckpointError(f"{what} cannot be read ({error.strerror or error}); take another checkpoint")
-    return CheckpointError(
+        return DamagedError(f"{what} cannot be read ({error.strerror or error}); take another checkpoint")
+    return DamagedError(
         f"{what}: not {kind}, or damaged: {first_line(error)}. "
         "Nothing in it was run and nothing was loaded; take another checkpoint, and only from people you trust."
     )
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, or its kind if it says nothing."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """What an error says first, or its kind if it says nothing; what torch advises about ``weights_only`` is left out."""
+    text = str(error)
+    if "weights_only" in text:
+        text = text.partition("WeightsUnpickler error: ")[2] or "it is no archive of tensors"
+    return (text.strip() or type(error).__name__).splitlines()[0]
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a file to read, unbuffered. Raises OSError if it is a folder, a pipe or a device, for which nobody waits."""
+    file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+    return file
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -97,17 +120,20 @@ def _member(owner: Any, name: str) -> Inert:
     raise pickle.UnpicklingError("it names builtins.getattr of something else than a record, which no checkpoint index holds")
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path, read: Callable[[str], bytes] | None = None) -> Metadata:
     """Read the index of the checkpoint in ``folder``: tensors, chunks, and where in which file each chunk lies.
 
-    Nothing that the file names is called. Raises CheckpointError if it is missing, damaged, or names anything that
-    an index has no use for.
+    ``read`` gives the file's content by its name. Nothing that the file names is called. Raises DamagedError if it is
+    missing, damaged, or names anything that an index has no use for.
     """
     path = folder / METADATA_FILE
     try:
-        with path.open("rb") as file:
-            index = _IndexUnpickler(file).load()
-        return _rebuild(index)
+        if read is None:
+            with open_regular(path) as file:
+                content = file.read()
+        else:
+            content = read(METADATA_FILE)
+        return _rebuild(_IndexUnpickler(BytesIO(content)).load())
     except Exception as error:
         raise unreadable(f"{path}: the checkpoint's index", "that of a PyTorch distributed checkpoint", error) from error
 

@@ -6,12 +6,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from domino_lm.checkpoint.folder import find_checkpoint, kind_of
+from domino_lm.checkpoint.folder import kind_of, locate
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
+from domino_lm.checkpoint.manifest import StoredFiles
 from domino_lm.checkpoint.megatron_distributed import read_common
 from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint
 from domino_lm.checkpoint.megatron_state import read_model
-from domino_lm.checkpoint.source import read_native_record
+from domino_lm.checkpoint.record import read_native_record
 from domino_lm.checkpoint.torch_files import values_of
 from domino_lm.config.data import TokenizerConfig
 from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig
@@ -94,12 +95,13 @@ def settings_of_model(folder: Path | str, iteration: int | None = None) -> dict[
     Those of padding and of initial weights are left out: they are the run's business. So is ``model``: no checkpoint has code imported. Raises CheckpointError if the
     checkpoint does not say what its model is.
     """
-    path = find_checkpoint(folder, iteration)
-    if path is None:
+    found = locate(folder, iteration)  # who loads it says which one it is
+    if found is None:
         return None
+    path = found.path
     kind = kind_of(path)
     if kind == "native":
-        stored = read_native_record(path, read_metadata(path))["state"].get("model")
+        stored = read_native_record(StoredFiles(path))["state"].get("model")
         if not isinstance(stored, dict):
             raise CheckpointError(f"{path}: it does not say the model's settings; give the model's flags")
     elif kind == "megatron-legacy":
@@ -118,12 +120,12 @@ def settings_beside_the_model(folder: Path | str, iteration: int | None = None) 
 
     ``model`` is for comparison: whoever wants the code that it names imported has to say so.
     """
-    path = find_checkpoint(folder, iteration)
-    kind = None if path is None else kind_of(path)
-    if path is None or kind == "hf":
+    found = locate(folder, iteration)
+    if found is None or kind_of(found.path) == "hf":
         return {}
+    path, kind = found.path, kind_of(found.path)
     if kind == "native":
-        state = read_native_record(path, read_metadata(path))["state"]
+        state = read_native_record(StoredFiles(path))["state"]
         stored = {**(state.get("settings") or {}), "model": (state.get("model") or {}).get("model")}
     else:
         common = LegacyCheckpoint.open(path).common if kind == "megatron-legacy" else read_common(path, read_metadata(path))

@@ -7,6 +7,7 @@
         .metadata, __<rank>_0.distcp          tensors, as a PyTorch distributed checkpoint with Megatron's keys
         metadata.json, common.pt              what Megatron looks for to recognise the format; never read here
         state.json                            everything that is no tensor
+        domino_manifest.json                  size and hashes of all these files
     save/iter_0000020.tmp-<id>/               a save under way, or one that was interrupted; never loaded
 """
 
@@ -15,7 +16,10 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -23,15 +27,18 @@ from typing import Any, TypeVar, cast
 import torch
 
 from domino_lm.checkpoint.blocks import Block, write_blocks
-from domino_lm.checkpoint.folder import BACKEND_FILE, NATIVE_MARK, STATE_FILE, TRACKER_FILE, find_checkpoint, iteration_folder
-from domino_lm.checkpoint.index import CheckpointError, missing_data, read_metadata
+from domino_lm.checkpoint.folder import BACKEND_FILE, NATIVE_MARK, TRACKER_FILE, iteration_folder, locate
+from domino_lm.checkpoint.index import CheckpointError, DamagedError
+from domino_lm.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredFiles, write_hashed
 from domino_lm.checkpoint.megatron_distributed import COMMON_FILE
 from domino_lm.checkpoint.megatron_state import CHECKPOINT_VERSION
 from domino_lm.checkpoint.publish import publish, write_synced
+from domino_lm.checkpoint.record import STATE_FILE, native_record
+from domino_lm.checkpoint.retention import Retention, remove_replaced, saving_in
 from domino_lm.checkpoint.source import (
-    FORMAT_VERSION,
     HasMoments,
     HasParameters,
+    Source,
     blocks_of_all,
     open_checkpoint,
     set_softmax_rows,
@@ -48,11 +55,19 @@ Result = TypeVar("Result")
 
 
 def save_checkpoint(
-    folder: Path | str, iteration: int, stack: HasParameters, optimizer: HasMoments | None, state: dict[str, Any], mesh: ParallelMesh
+    folder: Path | str,
+    iteration: int,
+    stack: HasParameters,
+    optimizer: HasMoments | None,
+    state: dict[str, Any],
+    mesh: ParallelMesh,
+    run_id: str = "",
+    retention: Retention | None = None,
 ) -> Path:
     """Save weights, optimizer (unless None) and ``state`` (anything JSON holds) as ``iteration``, and return its folder.
 
-    All ranks call this; each replica writes its share. The checkpoint appears under its name only once it is complete and
+    ``run_id`` says in the manifest who saved it; older ones that ``retention`` does not keep are removed once it has been
+    read back. All ranks call this; each replica writes its share. The checkpoint appears under its name only once it is complete and
     on disk, and the tracker moves last. If any rank fails, all raise CheckpointError, and earlier checkpoints and the
     tracker stay as they were.
     """
@@ -61,38 +76,71 @@ def save_checkpoint(
     text = native_record(iteration, vocab_size_of(stack), softmax_rows_of(stack), steps, state)
     final = iteration_folder(folder, iteration)
     unfinished = final.with_name(mesh.world.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"))
-    try:
-        _on_first_rank(mesh.world, lambda: unfinished.mkdir(parents=True))
-        write_blocks(unfinished, _share(blocks_of_all(stack.parameters(), optimizer, mesh.tp), mesh), mesh.world)
-        _on_first_rank(mesh.world, lambda: _complete_and_publish(unfinished, final, iteration, text))
-    except CheckpointError as error:
-        if mesh.world.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(_save_failure(final, error)) from error
+    layout = {"world": mesh.world.size, "tensor_parallel": mesh.tp.size, "data_parallel": mesh.dp.size}
+    with saving_in(final.parent) if mesh.world.rank == 0 else nullcontext():
+        try:
+            _on_first_rank(mesh.world, lambda: unfinished.mkdir(parents=True))
+            written = write_blocks(unfinished, _share(blocks_of_all(stack.parameters(), optimizer, mesh.tp), mesh), mesh.world)
+            hashes = {name: one for each in mesh.world.all_gather_object(written) for name, one in each.items()}
+            manifest = Manifest(run_id=run_id, iteration=iteration, layout=layout, files=hashes)
+            _on_first_rank(mesh.world, lambda: _complete_and_publish(unfinished, final, manifest, text))
+        except CheckpointError as error:
+            if mesh.world.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(_save_failure(final, error)) from error
+        if retention is not None and (retention.keep_last or retention.retain_interval):
+            _on_every_rank(mesh.world, lambda: _read_back(final, written))
+            _on_first_rank(mesh.world, lambda: remove_replaced(final.parent, iteration, retention))
     return final
 
 
 def load_checkpoint(
-    folder: Path | str, stack: HasParameters, optimizer: HasMoments | None, mesh: ParallelMesh, iteration: int | None = None
+    folder: Path | str,
+    stack: HasParameters,
+    optimizer: HasMoments | None,
+    mesh: ParallelMesh,
+    iteration: int | None = None,
+    verify: bool = True,
 ) -> dict[str, Any] | None:
     """Fill weights and, if given, the optimizer from ``folder``, and return the saved state with its ``iteration``.
 
-    Takes ``iteration``, or the latest complete one; returns None if ``folder`` holds no checkpoint at all. Reads what this
-    program saved and Megatron's legacy and torch_dist formats. Parallel sizes and the padding of the vocabulary may differ
-    from the saved ones; the vocabulary rows that took part in the checkpoint's softmax, and no others, keep doing so. All
-    ranks call this; every rank has checked what it will read before any value changes. Raises CheckpointError on all ranks
-    if any of them cannot load.
+    Takes ``iteration``, or the latest whole one, with one warning if that is not the latest; returns None if ``folder``
+    holds no checkpoint at all. Reads what this program saved and Megatron's legacy and torch_dist formats. Parallel sizes and
+    the padding of the vocabulary may differ from the saved ones; the vocabulary rows that took part in the checkpoint's
+    softmax, and no others, keep doing so. With ``verify`` every byte is compared with the manifest on its way; a checkpoint
+    without one loads with a warning. All ranks call this; every rank has checked that the checkpoint fits before any value
+    changes. Raises CheckpointError on all ranks if any of them cannot load; values may be of a damaged checkpoint then.
     """
-    path = _on_first_rank(mesh.world, lambda: find_checkpoint(folder, iteration))
-    if path is None:
-        return None
-    source = _on_every_rank(mesh.world, lambda: open_checkpoint(path, stack, optimizer, mesh.tp))
-    _on_every_rank(mesh.world, source.fill)
+    damaged: dict[Path, str] = {}
+    while True:
+        found = _on_first_rank(mesh.world, lambda: locate(folder, iteration, damaged, verify))
+        if found is None:
+            return None
+        try:
+            source = _fill(found.path, stack, optimizer, mesh, verify)
+            break
+        except DamagedError as error:
+            if iteration is not None or found.path in damaged or found.path == Path(folder):
+                raise
+            damaged[found.path] = str(error)
+    if found.instead_of:
+        warnings.warn(found.instead_of, stacklevel=2)
+    if verify and not source.verified:
+        warnings.warn(
+            f"{found.path} has no manifest, as older and other programs write it: damage inside its tensors cannot be found", stacklevel=2
+        )
     if optimizer is not None:
         optimizer.write_parameters()
         optimizer.step_count = source.record["optimizer_steps"]
     set_softmax_rows(stack, source.record["softmax_rows"], mesh.tp.rank)
     return {**source.record["state"], "iteration": source.record["iteration"]}
+
+
+def _fill(path: Path, stack: HasParameters, optimizer: HasMoments | None, mesh: ParallelMesh, verify: bool) -> Source:
+    """Open the checkpoint in ``path`` on every rank, and read it once all ranks know that it fits."""
+    source = _on_every_rank(mesh.world, lambda: open_checkpoint(path, stack, optimizer, mesh.tp, verify))
+    _on_every_rank(mesh.world, source.fill)
+    return source
 
 
 def _share(blocks: Sequence[Block], mesh: ParallelMesh) -> list[Block]:
@@ -114,33 +162,34 @@ def _share(blocks: Sequence[Block], mesh: ParallelMesh) -> list[Block]:
     return mine
 
 
-def _complete_and_publish(unfinished: Path, final: Path, iteration: int, record: str) -> None:
+def _complete_and_publish(unfinished: Path, final: Path, manifest: Manifest, record: str) -> None:
     """Add everything that is no tensor, check that all files are there, and rename the folder."""
-    write_native_files(unfinished, iteration, record)
-    faults = missing_data(unfinished, read_metadata(unfinished))
+    write_native_files(unfinished, record, manifest)
+    faults = StoredFiles(unfinished, verify=False).faults()
     if faults:
         raise CheckpointError(
             f"rank 0 does not see what other ranks wrote ({'; '.join(faults)}); the folder must be on storage that all nodes share"
         )
-    publish(unfinished, final, str(iteration))
+    publish(unfinished, final, str(manifest.iteration))
 
 
-def native_record(iteration: int, vocab_size: int | None, softmax_rows: int | None, optimizer_steps: int, state: Any) -> str:
-    """The content of ``state.json``: what `read_native_record` reads."""
-    values = {"iteration": iteration, "vocab_size": vocab_size, "softmax_rows": softmax_rows, "optimizer_steps": optimizer_steps}
-    return json.dumps({"format_version": FORMAT_VERSION, **values, "state": state}, indent=1)
+def _read_back(path: Path, names: Iterable[str]) -> None:
+    """Raise DamagedError if files that this rank wrote are not what was written."""
+    files = StoredFiles(path)
+    for name in names:
+        files.check(name)
 
 
-def write_native_files(folder: Path, iteration: int, record: str) -> None:
-    """Write what stands beside the tensors of a native checkpoint, synced.
+def write_native_files(folder: Path, record: str, manifest: Manifest) -> None:
+    """Write what stands beside the tensors of a native checkpoint, synced; ``manifest`` knows the files of the tensors.
 
     Without ``common.pt`` Megatron's core does not read the tensors; a key in it marks it as of a native checkpoint.
     """
     common = BytesIO()
-    torch.save({"iteration": iteration, "checkpoint_version": CHECKPOINT_VERSION, NATIVE_MARK.decode(): STATE_FILE}, common)
-    write_synced(folder / BACKEND_FILE, json.dumps(SHARDED_BACKEND).encode())
-    write_synced(folder / COMMON_FILE, common.getvalue())
-    write_synced(folder / STATE_FILE, record.encode())
+    torch.save({"iteration": manifest.iteration, "checkpoint_version": CHECKPOINT_VERSION, NATIVE_MARK.decode(): STATE_FILE}, common)
+    contents = {BACKEND_FILE: json.dumps(SHARDED_BACKEND).encode(), COMMON_FILE: common.getvalue(), STATE_FILE: record.encode()}
+    hashes = {name: write_hashed(folder / name, content) for name, content in contents.items()}
+    write_synced(folder / MANIFEST_FILE, replace(manifest, files=manifest.files | hashes).content())
 
 
 def _save_failure(final: Path, error: CheckpointError) -> str:
@@ -152,30 +201,33 @@ def _save_failure(final: Path, error: CheckpointError) -> str:
     return f"{message} Make room there{hint}, or give --save a folder on another disk."
 
 
-def _attempt(action: Callable[[], Result]) -> tuple[Result | None, str | None]:
+def _attempt(action: Callable[[], Result]) -> tuple[Result | None, CheckpointError | None]:
     """The result of ``action``, or its error, which the other ranks must learn before any rank raises."""
     try:
         return action(), None
     except CheckpointError as error:
-        return None, str(error)
+        return None, type(error)(str(error))
     except OSError as error:
-        return None, f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return None, CheckpointError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        return None, CheckpointError(f"{type(error).__name__}: {error}")
 
 
 def _on_first_rank(world: Communicator, action: Callable[[], Result]) -> Result:
-    """Run ``action`` on rank 0; every rank gets its result, or raises its failure as CheckpointError."""
+    """Run ``action`` on rank 0; every rank gets its result, or raises its failure, a CheckpointError."""
     result, failure = world.broadcast_object(_attempt(action) if world.rank == 0 else None)
     if failure is not None:
-        raise CheckpointError(failure)
+        raise failure
     return cast(Result, result)
 
 
 def _on_every_rank(world: Communicator, action: Callable[[], Result]) -> Result:
-    """Run ``action`` everywhere; if it failed on any rank, every rank raises the first failure as CheckpointError."""
+    """Run ``action`` everywhere; if it failed on any rank, every rank raises the first failure, a CheckpointError.
+
+    One that no other checkpoint mends comes before damage.
+    """
     result, failure = _attempt(action)
-    for rank, other in enumerate(world.all_gather_object(failure)):
-        if other is not None:
-            raise CheckpointError(other if world.size == 1 else f"{other} (rank {rank})")
+    failures = [(rank, other) for rank, other in enumerate(world.all_gather_object(failure)) if other is not None]
+    for rank, other in sorted(failures, key=lambda failed: isinstance(failed[1], DamagedError)):
+        raise type(other)(str(other) if world.size == 1 else f"{other} (rank {rank})")
     return cast(Result, result)

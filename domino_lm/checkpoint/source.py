@@ -1,6 +1,5 @@
 """An opened checkpoint of any kind, checked against a run's model and ready to fill it."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -10,18 +9,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from domino_lm.checkpoint.blocks import OPTIMIZER_PREFIX, Block, blocks_of, blocks_of_range, plan_reads, read_blocks
-from domino_lm.checkpoint.folder import STATE_FILE, incomplete, kind_of
-from domino_lm.checkpoint.index import CheckpointError, read_metadata
+from domino_lm.checkpoint.folder import incomplete, kind_of
+from domino_lm.checkpoint.index import CheckpointError, DamagedError, read_metadata
+from domino_lm.checkpoint.manifest import StoredFiles
 from domino_lm.checkpoint.megatron_distributed import MASTER_PREFIX, read_common
 from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint, Role
 from domino_lm.checkpoint.megatron_state import arithmetic_of, optimizer_steps, read_state
+from domino_lm.checkpoint.record import read_native_record
 from domino_lm.model.head import Head
 from domino_lm.model.parameter import Parameter
 from domino_lm.parallel.collectives import Communicator
 
-FORMAT_VERSION = 2
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-_RECORD_KEYS = {"iteration", "vocab_size", "optimizer_steps", "state"}
 
 
 class HasParameters(Protocol):
@@ -55,15 +54,20 @@ class Source(NamedTuple):
     """Reads weights and, if they are wanted, moments into this rank's tensors. Master weights of an optimizer are filled from the
     most exact that is stored; its parameters follow with `HasMoments.write_parameters`."""
 
+    verified: bool = False
+    """Whether what it reads is compared with a manifest."""
 
-def open_checkpoint(path: Path, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> Source:
+
+def open_checkpoint(path: Path, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator, verify: bool = True) -> Source:
     """Open the checkpoint that lies in ``path`` for the weights of ``stack`` and, if given, the moments of ``optimizer``.
 
-    No collective. Raises CheckpointError if it is incomplete, of a kind that cannot be trained from, or does not fit.
+    No collective. Raises DamagedError if it is incomplete, or (now, or when it fills) if what is read is not what was written,
+    which ``verify`` False does not ask; CheckpointError if it is of a kind that cannot be trained from, does not fit, or
+    holds values that are not finite.
     """
-    fault = incomplete(path)
+    fault = incomplete(path, verify)
     if fault is not None:
-        raise CheckpointError(f"{path.parent}: {fault}. Take another iteration")
+        raise DamagedError(f"{path.parent}: {fault}. Take another iteration")
     kind = kind_of(path)
     if kind == "hf":
         raise CheckpointError(
@@ -73,15 +77,29 @@ def open_checkpoint(path: Path, stack: HasParameters, optimizer: HasMoments | No
     if kind == "megatron-legacy":
         source = _open_legacy(path, stack, optimizer, tp)
     else:
-        source = _open_distributed(path, kind == "native", stack, optimizer, tp)
+        source = _open_distributed(StoredFiles(path, verify), kind == "native", stack, optimizer, tp)
     _refuse_too_few_rows(path, source.record["softmax_rows"], stack)
-    return source
+
+    def fill() -> None:
+        source.fill()
+        for held in _roles(stack.parameters(), optimizer, masters_apart=True):
+            refuse_not_finite(path, f"{prefix_of(held.role)}{held.parameter.spec.name}", held.tensor)
+
+    return source._replace(fill=fill)
 
 
-def _open_distributed(path: Path, native: bool, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> Source:
+def refuse_not_finite(path: Path, name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError, naming the tensor, if one that was read from ``path`` holds inf or nan."""
+    # One pass without a mask: a sum is finite if all of its terms are, unless it overflows.
+    if not torch.isfinite(tensor.detach().sum()) and not torch.isfinite(tensor).all():
+        count = int(torch.isfinite(tensor).logical_not().sum())
+        raise CheckpointError(f"{path}: {name} holds {count} value(s) that are inf or nan; take an earlier iteration with --ckpt-step")
+
+
+def _open_distributed(files: StoredFiles, native: bool, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> Source:
     """Native, or Megatron's torch_dist: the same tensors, beside another record."""
-    metadata = read_metadata(path)
-    record = read_native_record(path, metadata) if native else read_megatron_record(path, metadata)
+    path, metadata = files.folder, read_metadata(files.folder, files.read)
+    record = read_native_record(files) if native else read_megatron_record(path, metadata)
     stored_masters = any(key.startswith(MASTER_PREFIX) for key in metadata.state_dict_metadata)
     blocks = blocks_of_all(stack.parameters(), optimizer, tp, masters_apart=stored_masters)
     reads = plan_reads(path, metadata, blocks)
@@ -93,10 +111,10 @@ def _open_distributed(path: Path, native: bool, stack: HasParameters, optimizer:
         refuse_other_vocabulary(path, record["vocab_size"], vocab_size_of(stack))
 
     def fill() -> None:
-        read_blocks(path, metadata, blocks, reads)
-        read_blocks(path, metadata, masters, master_reads)
+        read_blocks(files, metadata, blocks, reads)
+        read_blocks(files, metadata, masters, master_reads)
 
-    return Source(record, fill)
+    return Source(record, fill, files.verify)
 
 
 def _open_legacy(path: Path, stack: HasParameters, optimizer: HasMoments | None, tp: Communicator) -> Source:
@@ -204,33 +222,6 @@ def record_of_megatron(common: Mapping[str, Any], vocab_rows: int, where: str) -
         "optimizer_steps": optimizer_steps(common.get("optimizer"), iteration),
         "state": {**read_state(common), "model": arithmetic_of(common, where)},
     }
-
-
-def read_native_record(path: Path, metadata: Metadata) -> dict[str, Any]:
-    """What this program saved beside tensors. Raises CheckpointError if it is damaged or newer than this program."""
-    file = path / STATE_FILE
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        version = record["format_version"]
-        if version > FORMAT_VERSION:
-            raise CheckpointError(
-                f"{file}: written in format version {version}, this program reads up to {FORMAT_VERSION}; "
-                "use the version of the program that saved it, or a newer one"
-            )
-        missing = _RECORD_KEYS - record.keys()
-        if missing:
-            raise KeyError(", ".join(sorted(missing)))
-        if version < 2:
-            _keep_tanh(record["state"].get("model") or {})
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: not the state of a checkpoint, or damaged ({error}); take another checkpoint") from error
-    return {"softmax_rows": None, **record}
-
-
-def _keep_tanh(model: dict[str, Any]) -> None:
-    """Before format version 2, GELU was computed by tanh without biases too."""
-    if not (model.get("add_bias_linear", True) or model.get("swiglu") or model.get("model")) and model.get("bias_gelu_fusion", True):
-        model["openai_gelu"] = True
 
 
 def vocab_size_of(stack: HasParameters) -> int | None:

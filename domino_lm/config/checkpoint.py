@@ -18,6 +18,15 @@ class CheckpointConfig:
     save_interval: PositiveInt | None = None
     """Steps between checkpoints; the last step is always saved when --save is given."""
 
+    save_retain_interval: PositiveInt | None = None
+    """Keep the checkpoints of these iterations, multiples of --save-interval, and the last one (or --keep-last); older others are removed once a newer one is whole and has been read back."""
+
+    keep_last: PositiveInt | None = None
+    """Keep this many of the newest whole checkpoints, and those of --save-retain-interval; the one that --load took stays too."""
+
+    exit_on_save_failure: bool = False
+    """End the run when a checkpoint cannot be saved, instead of training on and trying again at the next --save-interval. A last save that fails always ends it with exit code 3."""
+
     exit_on_missing_checkpoint: bool = False
     """End with an error when --load holds no checkpoint, instead of starting from scratch."""
 
@@ -26,6 +35,9 @@ class CheckpointConfig:
 
     ckpt_step: PositiveInt | None = None
     """Iteration of --load to take; None takes the latest complete one."""
+
+    verify_integrity: bool = True
+    """Compare every byte that is loaded with the hashes that were taken when it was saved. Costs a tenth of the reading time; --no-verify-integrity compares the sizes of files alone."""
 
     use_checkpoint_args: bool = False
     """Take the model's settings from the checkpoint in --load in place of a preset's. What flags or --config say of its shape must be the same; of sequence length, dropout, vocabulary and tokenizer they win. Without a checkpoint there the command line holds."""

@@ -275,8 +275,16 @@ def _checkpoint_faults(run: RunConfig) -> Iterator[str]:
     checkpoint = run.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield f"--save-interval {checkpoint.save_interval} has no folder to save in: give --save."
-    if checkpoint.no_save_optim and checkpoint.save is None:
-        yield "--no-save-optim says how to save, but nothing is saved: give --save, or leave it out."
+    for name in ("no_save_optim", "keep_last", "save_retain_interval", "exit_on_save_failure"):
+        if getattr(checkpoint, name) and checkpoint.save is None:
+            yield f"{_flag(name)} says how to save, but nothing is saved: give --save, or leave it out."
+    if checkpoint.save_retain_interval and checkpoint.save_retain_interval % (
+        checkpoint.save_interval or checkpoint.save_retain_interval + 1
+    ):
+        yield (
+            f"--save-retain-interval {checkpoint.save_retain_interval} is no multiple of --save-interval {checkpoint.save_interval}, "
+            "so that none of its checkpoints would ever be saved; give a multiple."
+        )
     rate_flags = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
     for name in ("exit_on_missing_checkpoint", "finetune", "no_load_optim", "ckpt_step", *rate_flags):
         if getattr(checkpoint, name) and checkpoint.load is None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from domino_lm.checkpoint.folder import iteration_folder
+from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.retention import Retention
 from domino_lm.checkpoint.same_model import refuse_other_model
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.checkpoint.source import softmax_rows_of
@@ -43,6 +48,10 @@ from domino_lm.watch.watch import Watch
 
 class TrainingError(RuntimeError):
     """A run that cannot continue; the message says why, and what is saved."""
+
+
+class SaveError(TrainingError):
+    """A checkpoint that had to be saved and could not be; the message names the last whole one."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +134,22 @@ class Trainer:
         self.iteration = 0
         self.consumed_samples = 0
         self._skipped = SkippedSteps(run.training, self.loss_scale)
+        self._run_id = uuid.uuid4().hex  # rank 0's names the run in its checkpoints
         self._saved_at: int | None = None
+        self._whole: Path | None = None
+        """The last checkpoint that is known to be whole: saved by this run, or loaded."""
+
+        self._loaded: Path | None = None
+        self._not_saved = ""
+        """Why the last save failed; empty if it did not."""
+
         self._data_record: DataRecord | None = None
         self._evaluated: dict[str, int] = {}
 
     def fit(self) -> FitResult:
         """Train to the end of the run, or until an exit is asked for; the last state is saved, once.
 
-        Raises TrainingError when too many steps in a row are not finite.
+        Raises TrainingError when too many steps in a row are not finite, SaveError when the last state cannot be saved.
         """
         begin, began_s = self.iteration, time.monotonic()
         watch = Watch(
@@ -153,6 +170,8 @@ class Trainer:
                         self._write_timeline(recorder, watch)
                     begun = epochs.advance(self.consumed_samples)
                     watch.step(report, epochs.epochs)
+                    if self._not_saved and self.iteration % self.run.logging.log_interval == 0:
+                        self.console(f"warning: {self._not_saved}")
                     if begun is not None:
                         self.console(f"data repeats from iteration {self.iteration} on: {begun}")
                     garbage.step(self.iteration)
@@ -167,7 +186,7 @@ class Trainer:
                     if self._due(self.run.checkpoint.save_interval):
                         garbage.collect()
                         self.save()
-                self.save()
+                self.save(must=True)
                 if reason == "finished":
                     for split in ("valid", "test"):
                         self._evaluate_split(split, watch, at_end=True)
@@ -222,9 +241,14 @@ class Trainer:
         loss_sum, tokens = self.mesh.dp.all_reduce(total).tolist()
         return float(loss_sum / max(tokens, 1))
 
-    def save(self) -> None:
-        """Write a checkpoint if ``--save`` is given, unless this iteration has one from this run."""
-        folder = self.run.checkpoint.save
+    def save(self, must: bool = False) -> None:
+        """Write a checkpoint if ``--save`` is given, unless this iteration has one from this run.
+
+        Raises SaveError on all ranks if it cannot be saved and it ``must``, or ``--exit-on-save-failure`` is given; else every
+        log line says so.
+        """
+        settings = self.run.checkpoint
+        folder = settings.save
         if folder is None or self._saved_at == self.iteration:
             return
         self._data_record = self.data.position(self.consumed_samples, self.run.data, self._data_record)
@@ -239,10 +263,19 @@ class Trainer:
         }
         self.executor.complete_gathers()
         self.console(f"saving checkpoint at iteration {self.iteration:7d} to {folder}")
-        optimizer = None if self.run.checkpoint.no_save_optim else self.optimizer
-        save_checkpoint(folder, self.iteration, self.stack, optimizer, state, self.mesh)
+        optimizer = None if settings.no_save_optim else self.optimizer
+        retention = Retention(settings.keep_last, settings.save_retain_interval, self._loaded)
+        try:
+            self._whole = save_checkpoint(folder, self.iteration, self.stack, optimizer, state, self.mesh, self._run_id, retention)
+        except CheckpointError as error:
+            whole = f"the last whole checkpoint is {self._whole}" if self._whole is not None else "this run has no whole checkpoint"
+            if must or settings.exit_on_save_failure:
+                raise SaveError(f"{error} The run ends at iteration {self.iteration}; {whole}.") from error
+            self._not_saved = f"not saved at iteration {self.iteration}, {whole}: {error}"
+            self.console(f"warning: {self._not_saved} Training goes on, and saves again at the next --save-interval.")
+            return
         self.console(f"  successfully saved checkpoint from iteration {self.iteration:7d} to {folder}")
-        self._saved_at = self.iteration
+        self._saved_at, self._not_saved = self.iteration, ""
 
     def load(self) -> None:
         """Resume from ``--load`` if it holds a checkpoint.
@@ -255,7 +288,7 @@ class Trainer:
             return
         optimizer = None if checkpoint.no_load_optim or checkpoint.finetune else self.optimizer
         self.executor.complete_gathers()
-        state = load_checkpoint(checkpoint.load, self.stack, optimizer, self.mesh, checkpoint.ckpt_step)
+        state = load_checkpoint(checkpoint.load, self.stack, optimizer, self.mesh, checkpoint.ckpt_step, checkpoint.verify_integrity)
         if state is None:
             if checkpoint.exit_on_missing_checkpoint:
                 raise ConfigError(
@@ -264,6 +297,11 @@ class Trainer:
             self.console(f"no checkpoint in {checkpoint.load}: starting from scratch")
             return
         found = int(state["iteration"])
+        path = iteration_folder(checkpoint.load, found)
+        self._whole = self._loaded = path if path.is_dir() else Path(checkpoint.load)
+        unsaid = [name for name in ("model", "consumed_samples") if state.get(name) is None]
+        if unsaid:
+            raise ConfigError(f"--load {checkpoint.load} holds no checkpoint of training: its state does not say {' and '.join(unsaid)}.")
         self._refuse_other_model(state, checkpoint.load)
         rows, true_rows = softmax_rows_of(self.stack), self.run.model.vocab_size
         if rows is not None and true_rows is not None and rows > true_rows:
@@ -276,7 +314,7 @@ class Trainer:
                 f"loaded the weights alone of iteration {found} from {checkpoint.load}: optimizer, schedule and iteration start anew"
             )
             return
-        if "learning_rate" not in state:
+        if not state.get("learning_rate"):
             raise ConfigError(f"--load {checkpoint.load} holds no learning-rate schedule; load the weights alone with --no-load-optim.")
         side = self.lr_schedule.load_state_dict(
             state["learning_rate"],

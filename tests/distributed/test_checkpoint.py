@@ -18,6 +18,7 @@ from torch import Tensor
 from domino_lm.checkpoint.blocks import _Writer
 from domino_lm.checkpoint.folder import find_checkpoint, iteration_folder
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
+from domino_lm.checkpoint.manifest import Manifest
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
 from domino_lm.config.settings import ModelConfig, OptimizerConfig
 from domino_lm.model.build import build_stack
@@ -25,6 +26,7 @@ from domino_lm.model.parameter import Parameter
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import name_seed
 from domino_lm.training.optimizer import Optimizer
+from tests.damage import flip_bit
 from tests.distributed.models import GPT, LLAMA
 from tests.rank_pool import RankPool
 
@@ -184,8 +186,28 @@ def test_data_that_one_rank_cannot_read_is_an_error_on_every_rank(ranks: Ranks, 
     assert all("cannot be read from __1_0.distcp" in error and "(rank 1)" in error for error in errors)
 
 
+def load_after_damage(mesh: ParallelMesh, model: ModelConfig, folder: str) -> dict[str, str]:
+    with pytest.warns(UserWarning, match=r"names iteration 40, but .*cannot be read from __1_0.distcp.*\(rank 1\).* Taking iteration 20"):
+        return load(mesh, model, folder)
+
+
+def test_damage_that_one_rank_finds_makes_all_take_the_checkpoint_before(ranks: Ranks, tmp_path: Path) -> None:
+    saved = ranks(2).run(save, MODELS["gpt"], str(tmp_path), tp=2)[0]
+    ranks(2).run(save, MODELS["gpt"], str(tmp_path), 40, tp=2)
+    flip_bit(tmp_path / "iter_0000040" / "__1_0.distcp")
+    assert ranks(2).run(load_after_damage, MODELS["gpt"], str(tmp_path), tp=2) == [saved] * 2
+
+
+def test_the_manifest_names_layout_and_files_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4).run(save, MODELS["gpt"], str(tmp_path), tp=2)
+    manifest = Manifest.read(tmp_path / "iter_0000020")
+    assert manifest is not None
+    assert manifest.layout == {"world": 4, "tensor_parallel": 2, "data_parallel": 2}
+    assert manifest.files.keys() == set(os.listdir(tmp_path / "iter_0000020")) - {"domino_manifest.json"}
+
+
 def test_no_complete_checkpoint_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(save, MODELS["gpt"], str(tmp_path))
     os.truncate(tmp_path / "iter_0000020" / "__1_0.distcp", 10)
     errors = ranks(2).run(outcomes, load, (MODELS["gpt"], str(tmp_path)))
-    assert all("__1_0.distcp: 10 bytes, the index needs" in error for error in errors)
+    assert all("__1_0.distcp: 10 bytes, the manifest says" in error for error in errors)

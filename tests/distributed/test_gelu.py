@@ -18,6 +18,7 @@ from domino_lm.model.families.transformer import without_redundant_settings
 from domino_lm.model.mlp import GeluMlp
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
+from tests.damage import make_older
 from tests.distributed.models import GPT
 from tests.distributed.training_runs import built, write_tokens
 
@@ -68,6 +69,7 @@ def test_a_checkpoint_of_the_first_format_goes_on_with_tanh_and_says_so(
     before = built(mesh, tokens, f"{flags} --openai-gelu --exit-interval 2 --eval-interval 0")
     before.fit()
     (state,) = tmp_path.glob("iter_*/state.json")
+    make_older(state.parent)
     record = json.loads(state.read_text())
     assert record["state"]["model"].pop("openai_gelu")
     state.write_text(json.dumps({**record, "format_version": 1}))

@@ -154,7 +154,7 @@ def trained(folder: Path, settings: dict[str, Any], positions: int = 20, break_i
     model = replace(PAGE_MODEL, model=None, vocab_size=4096, max_position_embeddings=positions)
     stack = build_stack(model, Communicator.single(), seed=1)
     if break_it:
-        next(stack.final_norm.parameters()).data.fill_(math.nan)
+        next(stack.final_norm.parameters()).data.fill_(3e38)  # products overflow; nan would not load
     state = {"model": asdict(model), "tokenizer": None, "settings": settings, "consumed_samples": 0}
     save_checkpoint(folder, 3, stack, None, state, ParallelMesh.single(torch.device("cpu")))
     return folder

@@ -101,6 +101,8 @@ def test_sound_settings_pass(flags: str) -> None:
         ("--peak-tflops 0", 1, ["--peak-tflops 0.0 must be above 0"]),
         ("--finetune", 1, ["--finetune", "--load"]),
         ("--no-save-optim", 1, ["--no-save-optim", "give --save"]),
+        ("--keep-last 2", 1, ["--keep-last", "give --save"]),
+        ("--save x --save-interval 10 --save-retain-interval 25", 1, ["--save-retain-interval 25", "--save-interval 10", "a multiple"]),
         ("--ckpt-step 0", 1, ["--ckpt-step 0 must be above 0"]),
         ("--use-checkpoint-opt_param-scheduler", 1, ["--use-checkpoint-opt-param-scheduler", "give --load"]),
         ("--load x --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler", 1, ["from either side", "leave one out"]),

@@ -23,6 +23,7 @@ from domino_lm.checkpoint.save_load import load_checkpoint
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.build import build_stack
 from domino_lm.parallel.mesh import ParallelMesh
+from tests.damage import reseal
 from tests.golden.make_hugging_face_models import FOLDER, MODELS, logits_of
 from tests.rank_pool import RankPool
 
@@ -66,6 +67,7 @@ def test_frequencies_scaled_as_llama_3_1_has_them_show_in_the_logits(ranks: Rank
     assert record["state"]["model"].items() >= {"use_rope_scaling": True, "rope_scaling_factor": 32.0}.items()
     record["state"]["model"]["use_rope_scaling"] = False
     (folder / "state.json").write_text(json.dumps(record))
+    reseal(folder)
     tokens, expected = recorded("llama31")
     (logits,) = ranks(1).run(our_logits, str(tmp_path), tokens)
     assert (logits[..., : expected.shape[-1]] - expected).abs().max() > 100 * TOLERANCE

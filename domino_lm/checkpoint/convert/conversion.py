@@ -15,6 +15,7 @@ from domino_lm.checkpoint.convert.stored_model import StoredModel, check_tensor_
 from domino_lm.checkpoint.folder import TRACKER_FILE, Kind, detect_kind, find_checkpoint, incomplete, iteration_folder
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.publish import publish
+from domino_lm.checkpoint.retention import saving_in
 from domino_lm.config.settings import ModelConfig
 
 RELEASE = "release"
@@ -74,9 +75,10 @@ def convert(
         "hf": lambda: write_hugging_face(stored, unfinished),
     }
     try:
-        unfinished.mkdir(parents=True)
-        writers[to]()
-        publish(unfinished, final, tracked_as)
+        with saving_in(final.parent):
+            unfinished.mkdir(parents=True)
+            writers[to]()
+            publish(unfinished, final, tracked_as)
     except (OSError, SafetensorError, RuntimeError) as error:
         # torch.save buries a full disk under a failed check of its own.
         reason = error.__context__ if isinstance(error.__context__, OSError) else error

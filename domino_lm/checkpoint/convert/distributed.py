@@ -14,13 +14,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from domino_lm.checkpoint import megatron_state
 from domino_lm.checkpoint.blocks import OPTIMIZER_PREFIX, Block, blocks_of, plan_reads, read_blocks, write_blocks
 from domino_lm.checkpoint.convert.stored_model import StoredModel, tensors
-from domino_lm.checkpoint.folder import BACKEND_FILE, STATE_FILE, Kind
+from domino_lm.checkpoint.folder import BACKEND_FILE, Kind
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
+from domino_lm.checkpoint.manifest import FileHashes, Manifest, StoredFiles
 from domino_lm.checkpoint.megatron_distributed import COMMON_FILE, MASTER_PREFIX, read_common
 from domino_lm.checkpoint.megatron_legacy import Role
 from domino_lm.checkpoint.publish import sync_file, write_synced
-from domino_lm.checkpoint.save_load import SHARDED_BACKEND, native_record, write_native_files
-from domino_lm.checkpoint.source import WORD_EMBEDDINGS, prefix_of, read_megatron_record, read_native_record, word_embeddings
+from domino_lm.checkpoint.record import STATE_FILE, native_record, read_native_record
+from domino_lm.checkpoint.save_load import SHARDED_BACKEND, write_native_files
+from domino_lm.checkpoint.source import WORD_EMBEDDINGS, prefix_of, read_megatron_record, word_embeddings
 from domino_lm.config.settings import ModelConfig
 from domino_lm.model.families.transformer import without_redundant_settings
 from domino_lm.model.parameter import ParameterSpec
@@ -32,8 +34,8 @@ PARALLEL_LINEARS = "self_attention.linear_proj self_attention.linear_qkv mlp.lin
 
 def read_native(path: Path) -> StoredModel:
     """A checkpoint of this program."""
-    metadata = read_metadata(path)
-    record = read_native_record(path, metadata)
+    files = StoredFiles(path)
+    record = read_native_record(files)
     state = record["state"]
     if not isinstance(state, dict) or "model" not in state:
         raise CheckpointError(f"{path / STATE_FILE}: it does not say the model's settings; it was not saved by this program's trainer")
@@ -45,7 +47,7 @@ def read_native(path: Path) -> StoredModel:
         raise CheckpointError(
             f"{path} holds --model {model.model}; only GPT and LLaMA are converted, other models stay in native checkpoints"
         )
-    return _stored("native", path, metadata, record, replace(model, vocab_size=record["vocab_size"]))
+    return _stored("native", files, read_metadata(path, files.read), record, replace(model, vocab_size=record["vocab_size"]))
 
 
 def read_torch_dist(path: Path, model: ModelConfig | None = None) -> StoredModel:
@@ -53,11 +55,13 @@ def read_torch_dist(path: Path, model: ModelConfig | None = None) -> StoredModel
     metadata = read_metadata(path)
     record = read_megatron_record(path, metadata)
     model = model or megatron_state.read_model(read_common(path, metadata), str(path))
-    return _stored("megatron-torch_dist", path, metadata, record, replace(model, vocab_size=model.vocab_size or record["softmax_rows"]))
+    return _stored(
+        "megatron-torch_dist", StoredFiles(path), metadata, record, replace(model, vocab_size=model.vocab_size or record["softmax_rows"])
+    )
 
 
-def _stored(kind: Kind, path: Path, metadata: Metadata, record: Mapping[str, Any], model: ModelConfig) -> StoredModel:
-    table = word_embeddings(path, metadata)
+def _stored(kind: Kind, files: StoredFiles, metadata: Metadata, record: Mapping[str, Any], model: ModelConfig) -> StoredModel:
+    path, table = files.folder, word_embeddings(files.folder, metadata)
     rows = table.size[0]
     return StoredModel(
         kind=kind,
@@ -69,7 +73,7 @@ def _stored(kind: Kind, path: Path, metadata: Metadata, record: Mapping[str, Any
         iteration=record["iteration"],
         optimizer_steps=record["optimizer_steps"] if _has_moments(metadata) else None,
         state=record["state"],
-        read=_reader(path, metadata, rows),
+        read=_reader(files, metadata, rows),
     )
 
 
@@ -77,10 +81,10 @@ def write_native(stored: StoredModel, folder: Path) -> None:
     """Write everything into ``folder``: tensors as stored, in the form that `save_checkpoint` gives them."""
     model, rows = stored.model, stored.softmax_rows
     state = {**stored.state, "model": {**asdict(model), "mask_padded_vocab": rows == model.vocab_size}}
-    _write_tensors(stored, folder, stored.vocab_rows, {})
-    write_native_files(
-        folder, stored.iteration, native_record(stored.iteration, model.vocab_size, rows, stored.optimizer_steps or 0, state)
-    )
+    files = _write_tensors(stored, folder, stored.vocab_rows, {})
+    layout = {"world": 1, "tensor_parallel": 1, "data_parallel": 1}
+    record = native_record(stored.iteration, model.vocab_size, rows, stored.optimizer_steps or 0, state)
+    write_native_files(folder, record, Manifest(run_id="", iteration=stored.iteration, layout=layout, files=files))
 
 
 def write_torch_dist(stored: StoredModel, folder: Path, tensor_parallel: int) -> None:
@@ -121,8 +125,8 @@ def _common_state(stored: StoredModel, tensor_parallel: int, rows: int) -> dict[
     return common
 
 
-def _write_tensors(stored: StoredModel, folder: Path, rows: int, objects: Mapping[str, bytes]) -> None:
-    """Plan all tensors, then read and write them one at a time."""
+def _write_tensors(stored: StoredModel, folder: Path, rows: int, objects: Mapping[str, bytes]) -> dict[str, FileHashes]:
+    """Plan all tensors, then read and write them one at a time; returns the hashes of what was written."""
     reads: dict[tuple[str, tuple[int, ...]], tuple[ParameterSpec, Role, torch.dtype]] = {}
     blocks = []
     for prefix, spec, role, dtype in _planned(stored):
@@ -136,7 +140,7 @@ def _write_tensors(stored: StoredModel, folder: Path, rows: int, objects: Mappin
         spec, role, dtype = reads[block.place]
         return stored.tensor(spec, role, rows, dtype).view(block.values.shape)
 
-    write_blocks(folder, blocks, ALONE, objects, resolve)
+    return write_blocks(folder, blocks, ALONE, objects, resolve)
 
 
 def _planned(stored: StoredModel) -> list[tuple[str, ParameterSpec, Role, torch.dtype]]:
@@ -150,7 +154,7 @@ def _planned(stored: StoredModel) -> list[tuple[str, ParameterSpec, Role, torch.
     return planned
 
 
-def _reader(path: Path, metadata: Metadata, rows: int) -> Callable[[ParameterSpec, Role], Tensor]:
+def _reader(files: StoredFiles, metadata: Metadata, rows: int) -> Callable[[ParameterSpec, Role], Tensor]:
     """Reads whole tensors; weights in fp32 if the checkpoint keeps them so beside its own."""
     masters = MASTER_PREFIX + WORD_EMBEDDINGS in metadata.state_dict_metadata
 
@@ -158,11 +162,11 @@ def _reader(path: Path, metadata: Metadata, rows: int) -> Callable[[ParameterSpe
         prefix = MASTER_PREFIX if masters and role == "weight" else prefix_of(role)
         stored = metadata.state_dict_metadata.get(prefix + spec.key)
         if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(f"{path}: the model's settings ask for {prefix + spec.key}, which the checkpoint does not hold")
+            raise CheckpointError(f"{files.folder}: the model's settings ask for {prefix + spec.key}, which the checkpoint does not hold")
         shape = spec.shape if spec.vocab_rows is None else (rows, *spec.shape[1:])
         values = torch.empty(shape, dtype=stored.properties.dtype)
         blocks = list(blocks_of(replace(spec, shape=shape, shard_dim=None, vocab_rows=None), values, ALONE, prefix))
-        read_blocks(path, metadata, blocks, plan_reads(path, metadata, blocks, complete=False))
+        read_blocks(files, metadata, blocks, plan_reads(files.folder, metadata, blocks, complete=False))
         return values
 
     return read

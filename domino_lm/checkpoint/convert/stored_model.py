@@ -14,6 +14,7 @@ from torch import Tensor
 from domino_lm.checkpoint.folder import Kind
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.megatron_legacy import Role
+from domino_lm.checkpoint.source import prefix_of, refuse_not_finite
 from domino_lm.config.settings import ModelConfig
 from domino_lm.model.build import build_stack
 from domino_lm.model.families.lookup import family_of
@@ -72,6 +73,7 @@ class StoredModel:
         Raises CheckpointError if its shape is not what the model's settings say.
         """
         stored = self.read(spec, role)
+        refuse_not_finite(self.path, f"{prefix_of(role)}{spec.name}", stored)
         expected = self.shape(spec, self.vocab_rows)
         if tuple(stored.shape) != expected:
             raise CheckpointError(

@@ -1,0 +1,102 @@
+"""Time to load a checkpoint of 1 GiB with and without verification, in turn, on one rank and on two.
+
+    python benchmarks/checkpoint_read.py                     # about two minutes on two quiet cores, 5 GB of memory, 1.1 GB of disk
+
+The files are in the page cache, where hashing costs most beside reading. Both ways are timed in each round, in an order
+that changes; ratios are formed within a round. Writes OUTPUT.json and OUTPUT.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.data_speed import machine  # noqa: E402
+from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint  # noqa: E402
+from domino_lm.config.settings import ModelConfig, OptimizerConfig, ParallelConfig  # noqa: E402
+from domino_lm.model.build import build_stack  # noqa: E402
+from domino_lm.parallel.mesh import ParallelMesh  # noqa: E402
+from domino_lm.training.optimizer import Optimizer  # noqa: E402
+
+MODEL = ModelConfig(num_layers=6, hidden_size=1024, num_attention_heads=16, seq_length=512, max_position_embeddings=512, vocab_size=14336)
+"""90 million parameters with two moments each, in fp32: 1.02 GiB."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--folder", default=None, help="where the checkpoint is written; a temporary folder by default")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/checkpoint_read", help="where OUTPUT.json and .md go")
+    chosen = parser.parse_args()
+    if "RANK" in os.environ:
+        row = json.dumps(measure(Path(chosen.folder), chosen.rounds))
+        print(row if os.environ["RANK"] == "0" else "", flush=True)
+        return
+    results: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv), "rounds": chosen.rounds, "rows": []}
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+        for ranks in (1, 2):
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            command = [*launch, __file__, "--folder", folder, "--rounds", str(chosen.rounds)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            results["rows"].append({"ranks": ranks, **json.loads(done.stdout.strip().splitlines()[-1])})
+    chosen.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    text = markdown(results)
+    chosen.output.with_suffix(".md").write_text(text)
+    print(text)
+
+
+def measure(folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of each load of this rank's gang, the slowest rank's; the checkpoint is saved first if it is not there."""
+    with ParallelMesh.create(ParallelConfig(tensor_model_parallel_size=int(os.environ["WORLD_SIZE"])), torch.device("cpu")) as mesh:
+        stack = build_stack(MODEL, mesh.tp, seed=1)
+        optimizer = Optimizer(stack.parameters(), OptimizerConfig(lr=0.01), mesh.tp)
+        path = folder / "iter_0000001"
+        if not path.exists():
+            save_checkpoint(folder, 1, stack, optimizer, {}, mesh)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(-1, rounds):
+            for verify in (number % 2 == 0, number % 2 != 0):
+                mesh.world.barrier()
+                begin = time.perf_counter()
+                load_checkpoint(folder, stack, optimizer, mesh, verify=verify)
+                mesh.world.barrier()
+                if number >= 0:  # the first round fills the page cache
+                    seconds[verify].append(time.perf_counter() - begin)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    return {"bytes": size, "verified_s": seconds[True], "unverified_s": seconds[False]}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Medians, and the ratio within a round with its quartiles."""
+    lines = ["# Loading with verification", "", "| ranks | GiB | without | with | ratio (quartiles) |", "|---|---|---|---|---|"]
+    for row in results["rows"]:
+        ratios = [one / other for one, other in zip(row["verified_s"], row["unverified_s"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        without, with_ = statistics.median(row["unverified_s"]), statistics.median(row["verified_s"])
+        lines.append(
+            f"| {row['ranks']} | {row['bytes'] / 2**30:.2f} | {without:.2f} s | {with_:.2f} s | {middle:.2f} ({low:.2f} to {high:.2f}) |"
+        )
+    about = results["machine"]
+    return (
+        "\n".join(
+            [*lines, "", f"Warm page cache, {results['rounds']} rounds; {about['processor']}, {about['cores']} cores, {about['started']}."]
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
