@@ -102,7 +102,7 @@ def test_a_script_is_sound_at_its_full_size_and_takes_the_memory_that_its_readme
     out = run(script, variables)
     assert "dry run: nothing was started" in out
     assert "ignored" not in out
-    (estimate,) = re.findall(r"^memory +([\d.,]+ [MG]iB) a rank", out, re.M)
+    (estimate,) = re.findall(r"^memory +([\d.,]+ [MG]iB) per rank", out, re.M)
     (told,) = re.findall(rf"^\| `{script.name}` .*\| ([\d.]+ [MG]iB) \|", (script.parent / "README.md").read_text(), re.M)
     assert size_bytes(told) == pytest.approx(size_bytes(estimate), rel=0.05)
 
