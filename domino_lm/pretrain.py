@@ -19,6 +19,7 @@ from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import sources_of
 from domino_lm.data.tokenizers.build import build_tokenizer
 from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
+from domino_lm.launch.backend import backend_faults, has_gpu
 from domino_lm.launch.checks import run_faults
 from domino_lm.launch.file_checks import check_files, file_faults
 from domino_lm.launch.summary import RunSummary, changed_settings, foreseen_schedule, plan_of_step
@@ -39,8 +40,6 @@ EXIT_NOT_SAVED = 3
 
 SECONDS_FOR_RANK_0 = 1.0
 """How long other ranks wait before they leave: torchrun ends all ranks when the first one is gone, and rank 0 has to speak."""
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""If it exists, a dry run assumes GPUs, without asking torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = show_warning
     try:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        command = parse_command(sys.argv[1:] if argv is None else argv, model_of_checkpoint, lambda run: run_faults(run, world_size))
+        words = sys.argv[1:] if argv is None else argv
+        command = parse_command(words, model_of_checkpoint, lambda run: run_faults(run, world_size), files_of=file_faults)
         if command.dry_run or command.print_plan:
             return dry_run(command, world_size)
         try:
@@ -88,8 +88,7 @@ def dry_run(command: Command, world_size: int) -> int:
     run = command.run
     tokenizer = build_tokenizer(run.tokenizer, run.model.vocab_size) if run.tokenizer.tokenizer_type else None
     run = with_vocabulary(run, tokenizer)
-    backend = run.parallel.distributed_backend or ("nccl" if NVIDIA_DRIVER.exists() else "gloo")
-    device = {"nccl": "cuda", "gloo": "cpu"}[backend]
+    device = "cuda" if has_gpu() or (run.parallel.distributed_backend == "nccl" and world_size > 1) else "cpu"
     foreseen, candidates = foreseen_schedule(run, world_size)
     plan = plan_of_step(foreseen, world_size, device, command.plan_layer) if command.print_plan else ""
     if not command.dry_run:
@@ -97,7 +96,7 @@ def dry_run(command: Command, world_size: int) -> int:
         return 0
     print(config_text(run))
     print(RunSummary(foreseen, world_size, device, str(sources_of(run.data)), command.ignored))
-    for line in [candidates, plan, *(f"missing   {fault}" for fault in file_faults(command.run))]:
+    for line in [candidates, plan, *(f"missing   {fault}" for fault in [*backend_faults(run, world_size), *file_faults(run)])]:
         if line:
             print(line)
     print("dry run: nothing was started and nothing written")
@@ -109,11 +108,13 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
     import torch  # from here on, since it takes seconds
 
     from domino_lm.checkpoint.index import CheckpointError
-    from domino_lm.parallel.mesh import ParallelMesh
+    from domino_lm.parallel.mesh import MissingBackendError, ParallelMesh
     from domino_lm.training.trainer import SaveError, TrainingError
 
     try:
         joined = ParallelMesh.create(run.parallel, kernels=run.kernels)
+    except MissingBackendError as error:  # nodes may differ: the first rank of each that cannot says so
+        return _fail(error, EXIT_WRONG_SETTINGS, alone=int(os.environ.get("LOCAL_RANK", "0")) == error.first_local_rank)
     except (torch.distributed.DistError, ValueError) as error:
         world, minutes = os.environ.get("WORLD_SIZE", "1"), run.parallel.distributed_timeout_minutes
         reason = ConfigError(

@@ -39,9 +39,10 @@ def linear(x: Tensor, w: Weights, name: str) -> Tensor:
 
 
 def norm(x: Tensor, w: Weights, name: str, m: ModelConfig) -> Tensor:
+    gain = 1 + w[name + ".weight"] if m.apply_layernorm_1p else w[name + ".weight"]
     if m.normalization == "LayerNorm":
-        return F.layer_norm(x, (m.hidden_size,), w[name + ".weight"], w[name + ".bias"], m.norm_epsilon)
-    return x * (x.pow(2).mean(-1, keepdim=True) + m.norm_epsilon).rsqrt() * w[name + ".weight"]
+        return F.layer_norm(x, (m.hidden_size,), gain, w[name + ".bias"], m.norm_epsilon)
+    return x * (x.pow(2).mean(-1, keepdim=True) + m.norm_epsilon).rsqrt() * gain
 
 
 def attention(qkv: Tensor, m: ModelConfig) -> Tensor:
@@ -62,8 +63,9 @@ def attention(qkv: Tensor, m: ModelConfig) -> Tensor:
 
 
 def turn(x: Tensor, m: ModelConfig) -> Tensor:
-    """Channels i and i + d/2 are a plane, turned by position x base^(-2i/d)."""
+    """Channels i and i + d/2 are a plane, turned by position / stretch x base^(-2i/d)."""
     s, half = x.shape[1], x.shape[2] // 2
-    angle = torch.arange(s, dtype=x.dtype)[:, None] * m.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
+    stretch = m.rotary_seq_len_interpolation_factor or 1
+    angle = torch.arange(s, dtype=x.dtype)[:, None] / stretch * m.rotary_base ** (-torch.arange(half, dtype=x.dtype) / half)
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)

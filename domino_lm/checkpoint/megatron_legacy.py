@@ -1,7 +1,7 @@
 """Megatron's ``--ckpt-format torch``: a folder with one file for each tensor-parallel rank, read as unsharded tensors."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,9 +14,10 @@ from domino_lm.checkpoint.folder import LEGACY_FILE, incomplete
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.torch_files import load_torch_file, values_of
 from domino_lm.model.parameter import ParameterSpec
+from domino_lm.model.parameter_groups import MOMENTS, Group, Moment
 from domino_lm.parallel.collectives import Communicator
 
-Role = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
+Role = Literal["weight", "master"] | Moment
 # Other names of the same tensors: norms fused into the next linear layer, and models from before Megatron's core.
 _RENAMES = (
     (r"^encoder\.", "decoder."),
@@ -37,7 +38,7 @@ class _Rank:
     """One file's tensors by Megatron's present names."""
 
     weights: dict[str, Tensor]
-    moments: dict[str, dict[str, Tensor]]  # exp_avg and exp_avg_sq of each name; empty without optimizer
+    moments: dict[str, dict[str, Tensor]]  # what the optimizer keeps of each name; empty without optimizer
     masters: dict[str, Tensor]  # fp32 copies of the weights of a run in half precision
 
 
@@ -69,6 +70,11 @@ class LegacyCheckpoint:
     def has_optimizer(self) -> bool:
         """Whether it holds moments."""
         return bool(self._ranks[0].moments)
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """What the optimizer keeps of each weight; empty without optimizer."""
+        return moments_in(next(iter(self._ranks[0].moments.values()), {}))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -161,12 +167,13 @@ def _read_rank(file: Mapping[str, Any], where: Path) -> _Rank:
     if not optimizer or _is_distributed(optimizer, where.parent):
         return _Rank(weights, {}, {})
     inner = optimizer.get("optimizer", optimizer)
-    groups = _grouped_names(weights, inner["param_groups"], where)
+    groups = _grouped_names(weights, inner["param_groups"], values_of(file.get("args")), where)
     moments = {name: inner["state"][number] for names in groups for number, name in names if number in inner["state"]}
     for name, state in moments.items():
-        if state["exp_avg"].shape != weights[name].shape or state["exp_avg_sq"].shape != weights[name].shape:
+        wrong = [list(state[kept].shape) for kept in moments_in(state) if state[kept].shape != weights[name].shape]
+        if wrong:
             raise CheckpointError(
-                f"{where}: the optimizer's moments of shape {list(state['exp_avg'].shape)} do not belong to {name} {list(weights[name].shape)}; "
+                f"{where}: the optimizer's moments of shape {wrong[0]} do not belong to {name} {list(weights[name].shape)}; "
                 "its order of parameters is not known here. Pass --no-load-optim to load the weights alone"
             )
     copies = [copy for group in optimizer.get("fp32_from_fp16_params", []) for copy in group]
@@ -175,18 +182,31 @@ def _read_rank(file: Mapping[str, Any], where: Path) -> _Rank:
     return _Rank(weights, moments if len(moments) == len(weights) else {}, masters)
 
 
+def moments_in(stored: Collection[str]) -> tuple[Moment, ...]:
+    """The moments of the optimizer that left names or keys ``stored``; none if it was no optimizer that is known."""
+    return next((kept for kept in MOMENTS.values() if all(name in stored for name in kept)), ())
+
+
 def _is_distributed(optimizer: Mapping[str, Any], folder: Path) -> bool:
     """Whether moments lie elsewhere, cut by gradient buckets."""
     return (folder / "distrib_optim.pt").exists() or not optimizer.get("optimizer", optimizer).get("state", True)
 
 
-def _grouped_names(weights: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], where: Path) -> list[list[tuple[int, str]]]:
-    """Which number of the optimizer's state is which weight: matrices are one group, biases and norms another, each in model order."""
-    decays = {True: [n for n, t in weights.items() if t.dim() >= 2], False: [n for n, t in weights.items() if t.dim() < 2]}
+def _grouped_names(
+    weights: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any], where: Path
+) -> list[list[tuple[int, str]]]:
+    """Which number of the optimizer's state is which weight: those of a group stand in model order."""
+    rate = args.get("decoupled_lr")
+    embeddings_decay = args.get("embedding_init_method_std") in (None, args.get("init_method_std"))
+    members: dict[Group, list[str]] = {}
+    for name, weight in weights.items():
+        of = Group.of(name, weight.dim(), embeddings_decay=embeddings_decay, decoupled=rate is not None)
+        members.setdefault(of, []).append(name)
     found = []
     for group in groups:
         numbers = list(group["params"])
-        names = decays[float(group.get("wd_mult", 1.0)) > 0]
+        decoupled = rate is not None and (bool(group.get("is_decoupled_lr")) or group.get("max_lr") == rate)
+        names = members.get(Group(float(group.get("wd_mult", 1.0)) > 0, decoupled), [])
         if len(numbers) != len(names):
             raise CheckpointError(
                 f"{where}: a group of the optimizer has {len(numbers)} parameters, the model {len(names)} of its kind; "

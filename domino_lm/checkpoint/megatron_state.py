@@ -2,7 +2,7 @@
 
 import random
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -13,6 +13,8 @@ from domino_lm.checkpoint.torch_files import values_of
 from domino_lm.config.megatron_flags import megatron_flags
 from domino_lm.config.settings import ModelConfig
 from domino_lm.model.families.transformer import without_redundant_settings
+from domino_lm.model.parameter import ParameterSpec
+from domino_lm.model.parameter_groups import GROUPS, Group
 
 CHECKPOINT_VERSION = 3.0
 LOSS_SCALE = ("scale", "growth_tracker", "hysteresis_tracker")
@@ -20,9 +22,13 @@ LOSS_SCALE = ("scale", "growth_tracker", "hysteresis_tracker")
 _SAME_NAME = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention kv_channels seq_length max_position_embeddings "
     "position_embedding_type rotary_base use_rope_scaling rope_scaling_factor normalization swiglu bias_gelu_fusion openai_gelu add_bias_linear untie_embeddings_and_output_weights "
-    "attention_dropout hidden_dropout init_method_std vocab_size make_vocab_size_divisible_by"
+    "attention_dropout hidden_dropout init_method_std vocab_size make_vocab_size_divisible_by "
+    "rotary_seq_len_interpolation_factor apply_layernorm_1p embedding_init_method_std init_method_xavier_uniform"
 ).split()
-_SETTINGS = "global_batch_size micro_batch_size train_iters seed lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps".split()
+_SETTINGS = (
+    "global_batch_size micro_batch_size train_iters seed lr min_lr decoupled_lr decoupled_min_lr weight_decay start_weight_decay "
+    "end_weight_decay weight_decay_incr_style optimizer sgd_momentum adam_beta1 adam_beta2 adam_eps"
+).split()
 
 
 def read_model(common: Mapping[str, Any], where: str) -> ModelConfig:
@@ -36,8 +42,7 @@ def read_model(common: Mapping[str, Any], where: str) -> ModelConfig:
             f"{where}: the checkpoint holds weights but no arguments of the run that made it, so its model is not known; "
             "give the model's flags (--num-layers, --hidden-size, --num-attention-heads, --seq-length, ...)"
         )
-    zero_centered = {"apply_layernorm_1p": args.get("apply_layernorm_1p") or args.get("layernorm_zero_centered_gamma")}
-    found = [(flag.argument, {**args, **zero_centered}.get(flag.argument), flag) for flag in megatron_flags() if flag.changes_model]
+    found = [(flag.argument, args.get(flag.argument), flag) for flag in megatron_flags() if flag.changes_model]
     foreign = [f"{name} {value}" for name, value, flag in found if not flag.is_off(value)]
     position = args.get("position_embedding_type", "learned_absolute")
     if args.get("use_rotary_position_embeddings"):
@@ -55,7 +60,11 @@ def read_model(common: Mapping[str, Any], where: str) -> ModelConfig:
         "rotary_base": float(args.get("rotary_base", 10000)),
         "seq_length": args.get("seq_length", args.get("max_position_embeddings")),
         "mask_padded_vocab": False,
+        "apply_layernorm_1p": bool(args.get("apply_layernorm_1p") or args.get("layernorm_zero_centered_gamma")),
     }
+    factor, std = known.pop("rotary_seq_len_interpolation_factor", None), known.pop("embedding_init_method_std", None)
+    known |= {"rotary_seq_len_interpolation_factor": float(factor)} if factor not in (None, 1) else {}
+    known |= {"embedding_init_method_std": std} if std not in (None, args.get("init_method_std")) else {}
     if known.get("group_query_attention"):
         known["num_query_groups"] = args["num_query_groups"]
     return without_redundant_settings(ModelConfig(**known))
@@ -66,8 +75,8 @@ def arithmetic_of(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "num_layers" not in values_of(common.get("args")):
         return {}
     model = read_model(common, where)
-    names = ["num_attention_heads", "position_embedding_type", "normalization", "norm_epsilon", "swiglu"]
-    names += ["rotary_base", "use_rope_scaling"] if model.position_embedding_type == "rope" else []
+    names = ["num_attention_heads", "position_embedding_type", "normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu"]
+    names += ["rotary_base", "use_rope_scaling", "rotary_seq_len_interpolation_factor"] if model.position_embedding_type == "rope" else []
     names += ["rope_scaling_factor"] if model.use_rope_scaling else []
     names += [] if model.swiglu else ["bias_gelu_fusion", "openai_gelu"]
     return {name: getattr(model, name) for name in names}
@@ -87,6 +96,7 @@ def read_state(common: Mapping[str, Any]) -> dict[str, Any]:
             "warmup_samples": scheduler["lr_warmup_steps"],
             "decay_samples": scheduler["lr_decay_steps"],
             **_wsd(scheduler["lr_decay_style"], args),
+            **_beside_the_rate(scheduler, args),
         }
     counted = args.get("consumed_train_samples")
     if counted is None:
@@ -118,6 +128,18 @@ def _wsd(style: str, args: Mapping[str, Any]) -> dict[str, Any]:
     return {"wsd_style": args.get("lr_wsd_decay_style"), "wsd_samples": samples}
 
 
+def _beside_the_rate(scheduler: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Rates of embedding and output layer, and weight decay that is not constant."""
+    found: dict[str, Any] = {}
+    if args.get("decoupled_lr") is not None:
+        minimum = args.get("decoupled_min_lr")
+        found |= {"decoupled_peak": args["decoupled_lr"], "decoupled_minimum": scheduler["min_lr"] if minimum is None else minimum}
+    if scheduler.get("wd_incr_style", "constant") != "constant":
+        names = {"start": "start_wd", "end": "end_wd", "style": "wd_incr_style", "samples": "wd_incr_steps"}
+        found |= {f"weight_decay_{ours}": scheduler[theirs] for ours, theirs in names.items()}
+    return found
+
+
 def optimizer_steps(optimizer: Mapping[str, Any] | None, iteration: int) -> int:
     """Updates that Adam has made, by what the optimizer's state says, else one for each iteration."""
     if not optimizer:
@@ -139,6 +161,7 @@ def megatron_args(
         "ffn_hidden_size": model.ffn_width,
         "bias_gelu_fusion": model.bias_gelu_fusion and model.add_bias_linear,
         "kv_channels": model.head_width,
+        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
         "max_position_embeddings": model.position_rows,
         "num_query_groups": model.query_groups,
         "group_query_attention": model.query_groups != model.num_attention_heads,
@@ -186,39 +209,54 @@ def scheduler_state(state: Mapping[str, Any]) -> dict[str, Any] | None:
         "lr_decay_style": schedule["style"],
         "lr_decay_steps": schedule["decay_samples"],
         "min_lr": schedule["minimum"],
-        "start_wd": decay,
-        "end_wd": decay,
-        "wd_incr_style": "constant",
-        "wd_incr_steps": schedule["decay_samples"],
+        "start_wd": schedule.get("weight_decay_start", decay),
+        "end_wd": schedule.get("weight_decay_end", decay),
+        "wd_incr_style": schedule.get("weight_decay_style", "constant"),
+        "wd_incr_steps": schedule.get("weight_decay_samples", schedule["decay_samples"]),
     }
 
 
-def param_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Megatron's two groups of parameters, those that decay and those that do not, without the parameters' numbers."""
+def grouped(state: Mapping[str, Any], model: ModelConfig, specs: Sequence[ParameterSpec]) -> dict[Group, list[ParameterSpec]]:
+    """The members of each of Megatron's groups of parameters that has any, in its order."""
+    parts = {
+        "embeddings_decay": model.embedding_init_method_std is None,
+        "decoupled": "decoupled_peak" in (state.get("learning_rate") or {}),
+    }
+    found = {group: [spec for spec in specs if Group.of(spec.name, len(spec.shape), **parts) == group] for group in GROUPS}
+    return {group: members for group, members in found.items() if members}
+
+
+def param_groups(state: Mapping[str, Any], groups: Iterable[Group], moments: Collection[str]) -> list[dict[str, Any]]:
+    """Megatron's ``groups`` of parameters of the optimizer that keeps ``moments``, without the parameters' numbers."""
     schedule, settings = state.get("learning_rate") or {}, state.get("settings") or {}
     weight_decay = settings.get("weight_decay", 0.01)
+    own: dict[str, Any] = {
+        "betas": (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999)),
+        "eps": settings.get("adam_eps", 1e-8),
+    }
+    if "momentum_buffer" in moments:
+        own = {"momentum": settings.get("sgd_momentum", 0.9), "dampening": 0.0, "nesterov": False}
     return [
         {
-            "wd_mult": multiplier,
+            "wd_mult": float(group.decays),
             "lr_mult": 1.0,
             "is_expert_parallel": False,
-            "is_decoupled_lr": False,
-            "default_config": True,
-            "max_lr": schedule.get("peak"),
-            "min_lr": schedule.get("minimum"),
-            "lr": schedule.get("minimum", 0.0),  # the schedule sets it before each step
-            "betas": (settings.get("adam_beta1", 0.9), settings.get("adam_beta2", 0.999)),
-            "eps": settings.get("adam_eps", 1e-8),
-            "weight_decay": weight_decay * multiplier,
-            "amsgrad": False,
+            "is_decoupled_lr": group.decoupled,
+            "default_config": not group.decoupled,
+            "max_lr": schedule.get("decoupled_peak" if group.decoupled else "peak"),
+            "min_lr": schedule.get("decoupled_minimum" if group.decoupled else "minimum"),
+            "lr": schedule.get("decoupled_minimum" if group.decoupled else "minimum", 0.0),  # the schedule sets it before each step
+            **own,
+            "weight_decay": weight_decay * group.decays,
+            **({"amsgrad": False} if "eps" in own else {}),
             "maximize": False,
             "foreach": None,
-            "capturable": False,
+            **({"capturable": False} if "eps" in own else {}),
             "differentiable": False,
             "fused": None,
-            "decoupled_weight_decay": True,
+            **({"decoupled_weight_decay": True} if "eps" in own else {}),
         }
-        for multiplier in (1.0, 0.0)
+        for group in groups
     ]
 
 

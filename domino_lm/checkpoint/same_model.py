@@ -21,7 +21,9 @@ from domino_lm.model.families.transformer import RESOLVED, without_redundant_set
 LEFT_OPEN_TO_RESUME = {
     "attention_dropout",
     "hidden_dropout",
+    "embedding_init_method_std",
     "init_method_std",
+    "init_method_xavier_uniform",
     "make_vocab_size_divisible_by",
     "mask_padded_vocab",  # the checkpoint knows which rows take part
     "seq_length",
@@ -110,7 +112,14 @@ def settings_of_model(folder: Path | str, iteration: int | None = None) -> dict[
         stored = asdict(read_model(read_common(path, read_metadata(path)), str(path)))
     else:
         raise CheckpointError(f"{path}: not a checkpoint to train from; convert it with domino-lm-convert --to native")
-    own = {"make_vocab_size_divisible_by", "mask_padded_vocab", "init_method_std", "model"}
+    own = {
+        "make_vocab_size_divisible_by",
+        "mask_padded_vocab",
+        "embedding_init_method_std",
+        "init_method_std",
+        "init_method_xavier_uniform",
+        "model",
+    }
     known = ModelConfig.__dataclass_fields__.keys() - own
     return {name: value for name, value in stored.items() if name in known}
 

@@ -13,11 +13,12 @@ from domino_lm.checkpoint.folder import incomplete, kind_of
 from domino_lm.checkpoint.index import CheckpointError, DamagedError, read_metadata
 from domino_lm.checkpoint.manifest import StoredFiles
 from domino_lm.checkpoint.megatron_distributed import MASTER_PREFIX, read_common
-from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint, Role
+from domino_lm.checkpoint.megatron_legacy import LegacyCheckpoint, Role, moments_in
 from domino_lm.checkpoint.megatron_state import arithmetic_of, optimizer_steps, read_state
 from domino_lm.checkpoint.record import read_native_record
 from domino_lm.model.head import Head
 from domino_lm.model.parameter import Parameter
+from domino_lm.model.parameter_groups import MOMENTS, Moment
 from domino_lm.parallel.collectives import Communicator
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -36,8 +37,7 @@ class HasMoments(Protocol):
     pieces: list[Any]
     """What this rank updates of each parameter."""
 
-    exp_avg: list[Tensor]
-    exp_avg_sq: list[Tensor]
+    moments: dict[Moment, list[Tensor]]
     step_count: int
 
     def write_parameters(self) -> None:
@@ -100,6 +100,7 @@ def _open_distributed(files: StoredFiles, native: bool, stack: HasParameters, op
     """Native, or Megatron's torch_dist: the same tensors, beside another record."""
     path, metadata = files.folder, read_metadata(files.folder, files.read)
     record = read_native_record(files) if native else read_megatron_record(path, metadata)
+    _refuse_other_optimizer(path, moments_of(metadata), optimizer)
     stored_masters = any(key.startswith(MASTER_PREFIX) for key in metadata.state_dict_metadata)
     blocks = blocks_of_all(stack.parameters(), optimizer, tp, masters_apart=stored_masters)
     reads = plan_reads(path, metadata, blocks)
@@ -121,6 +122,7 @@ def _open_legacy(path: Path, stack: HasParameters, optimizer: HasMoments | None,
     """Megatron's legacy files, of any tensor-parallel size."""
     stored = LegacyCheckpoint.open(path)
     stored.check([parameter.spec for parameter in stack.parameters()], with_optimizer=optimizer is not None)
+    _refuse_other_optimizer(path, stored.moments, optimizer)
 
     @torch.no_grad()
     def fill() -> None:
@@ -164,12 +166,12 @@ def _roles(parameters: Sequence[Parameter], optimizer: HasMoments | None, master
         weights = parameter.detach()
         yield Held("weight", parameter, weights if masters_apart else masters.get(parameter, weights))
     if optimizer is not None:
-        for piece, first, second in zip(pieces, optimizer.exp_avg, optimizer.exp_avg_sq, strict=True):
+        for number, piece in enumerate(pieces):
             start = piece.start if piece.is_owned else None
             if masters_apart and piece.is_master:
                 yield Held("master", piece.parameter, piece.main, start)
-            yield Held("exp_avg", piece.parameter, first, start)
-            yield Held("exp_avg_sq", piece.parameter, second, start)
+            for name, moments in optimizer.moments.items():
+                yield Held(name, piece.parameter, moments[number], start)
 
 
 def _owned_masters(optimizer: HasMoments | None) -> list[Held]:
@@ -190,6 +192,24 @@ def prefix_of(role: Role) -> str:
     if role == "master":
         return MASTER_PREFIX
     return "" if role == "weight" else f"{OPTIMIZER_PREFIX}state.{role}."
+
+
+def moments_of(metadata: Metadata) -> tuple[Moment, ...]:
+    """What the optimizer of a distributed checkpoint keeps of each weight; none if it holds no optimizer."""
+    stored = metadata.state_dict_metadata
+    kept = [name for names in MOMENTS.values() for name in names]
+    return moments_in([name for name in kept if prefix_of(name) + WORD_EMBEDDINGS in stored])
+
+
+def _refuse_other_optimizer(path: Path, stored: tuple[Moment, ...], optimizer: HasMoments | None) -> None:
+    """Raise CheckpointError if the checkpoint's moments are those of another optimizer."""
+    mine = () if optimizer is None else tuple(optimizer.moments)
+    if stored and mine and stored != mine:
+        names = {kept: name for name, kept in MOMENTS.items()}
+        raise CheckpointError(
+            f"{path}: it holds the moments of --optimizer {names[stored]}, and this run has --optimizer {names[mine]}; "
+            "give that, or pass --no-load-optim to load the weights alone"
+        )
 
 
 def _master_blocks(parameters: Sequence[Parameter], metadata: Metadata, tp: Communicator) -> Iterator[Block]:

@@ -6,7 +6,7 @@ here imports torch.
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,14 +15,17 @@ from domino_lm.config.megatron_flags import REQUIRES, classify
 from domino_lm.config.presets import BESIDE_THE_MODEL, DEBUG_RUN, PRESETS
 from domino_lm.config.schema import NO_DEFAULT, Setting, flat_values, parts, settings
 from domino_lm.config.settings import ConfigError, RunConfig, refuse
-from domino_lm.config.toml_file import PRESET, read_config
+from domino_lm.config.stand_ins import faults_beside
+from domino_lm.config.toml_file import PRESET, ConfigFile, read_config
 
 ALIASES = {
     "norm_epsilon": ["--layernorm-epsilon"],
-    "override_opt_param_scheduler": ["--override-opt_param-scheduler"],
-    "use_checkpoint_opt_param_scheduler": ["--use-checkpoint-opt_param-scheduler"],
+    "override_opt_param_scheduler": ["--override-opt_param-scheduler", "--override-lr-scheduler"],
+    "use_checkpoint_opt_param_scheduler": ["--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"],
     "save_interval": ["--persistent-save-interval"],
     "cuda_graph": ["--enable-cuda-graph"],
+    "tokenizer_special_tokens": ["--tiktoken-special-tokens"],
+    "wandb_exp_name": ["--wandb-name"],
 }
 CONSTANT_FLAGS: dict[str, tuple[str, object]] = {
     "--disable-bias-linear": ("add_bias_linear", False),
@@ -70,7 +73,7 @@ class Flags:
     faults: list[str]
     """Unknown flags, refused flags and wrong values."""
 
-    wrong: Collection[str]
+    wrong: set[str]
     """Names of the settings with wrong values."""
 
 
@@ -112,25 +115,27 @@ def parse_command(
     model_of_checkpoint: ModelOfCheckpoint | None = None,
     faults_of: FaultsOf | None = None,
     unless_said: Mapping[str, object] = MappingProxyType({}),
+    files_of: FaultsOf | None = None,
 ) -> Command:
     """What a command line asks for; ``model_of_checkpoint`` answers if it asks for --use-checkpoint-args.
 
     Settings in ``unless_said`` are taken if flags, file, preset and checkpoint do not say them.
 
     Raises ConfigError with all faults in the one message: unknown flags, refused flags, wrong values, missing settings, and
-    what ``faults_of`` finds in the settings, if all of them have a value.
+    what ``faults_of`` finds in those settings that have a value. What ``files_of`` finds stands beside other faults, but is none.
     """
     flags = read_flags(build_parser(), argv)
     dry_run, layer = flags.values.pop("dry_run", False), flags.values.pop("plan_layer", None)
     print_plan = flags.values.pop("print_plan", False) or layer is not None
+    preset, values, explicit = with_file_and_preset(flags)
+    taken: dict[str, object] = {}
     try:
-        preset, values, explicit = with_file_and_preset(flags.values)
         taken = _from_checkpoint(values, explicit, model_of_checkpoint)
     except ConfigError as error:
-        refuse([*flags.faults, str(error)])
-        raise
+        flags.faults.append(str(error))
+        flags.wrong |= _required("model") - values.keys()
     debug = DEBUG_RUN if preset is not None and preset.startswith("debug-") else {}
-    run = sound_run(_filled({**values, **taken}, {**debug, **unless_said}), flags, faults_of)
+    run = sound_run(_filled({**values, **taken}, {**debug, **unless_said}), flags, faults_of, files_of)
     gone = [f"--{name.replace('_', '-')} {values[name]}: {why}" for name, why in GONE.items() if name in values]
     return Command(run, dry_run, print_plan, layer, (*flags.ignored, *gone), tuple(f"{key} {value}" for key, value in taken.items()))
 
@@ -158,14 +163,19 @@ class Given(NamedTuple):
     """Those of ``values`` that are no preset's."""
 
 
-def with_file_and_preset(flags: dict[str, Any]) -> Given:
-    """Values of flags, the file that --config names, and the preset that either names. Raises ConfigError for a wrong file."""
-    given = dict(flags)
+def with_file_and_preset(flags: Flags) -> Given:
+    """Values of flags, the file that --config names, and the preset that either names. What is wrong with the file joins the faults of ``flags``."""
+    given = dict(flags.values)
     path, preset = given.pop("config", None), given.pop(PRESET, None)
-    from_file = read_config(path, GONE) if path is not None else {}
+    file = read_config(path, GONE) if path is not None else ConfigFile({}, [])
+    from_file = dict(file.values)
     named_there = from_file.pop(PRESET, None)
+    flags.faults += file.faults
+    flags.wrong |= file.wrong
     if named_there is not None and named_there not in PRESETS:
-        raise ConfigError(f"--config {path}: preset {named_there!r} is none of {', '.join(sorted(PRESETS))}.")
+        flags.faults.append(f"--config {path}: preset {named_there!r} is none of {', '.join(sorted(PRESETS))}.")
+        flags.wrong |= {PRESET}
+        named_there = None
     name = preset or named_there
     values = {**({**BESIDE_THE_MODEL, **PRESETS[str(name)]} if name else {}), **from_file, **given}
     if values.get("tokenizer_type") is None and values.get("vocab_file") and values.get("merge_file"):
@@ -173,18 +183,37 @@ def with_file_and_preset(flags: dict[str, Any]) -> Given:
     return Given(name, values, {**from_file, **given})
 
 
-def sound_run(values: dict[str, Any], flags: Flags, faults_of: FaultsOf | None = None) -> RunConfig:
-    """The run that ``values`` describe. Raises ConfigError with the faults of ``flags`` and of the settings in one message."""
-    faults = [*flags.faults, *_missing(values.keys() | flags.wrong)]
-    if flags.wrong or _missing(values):
-        refuse(faults)
+def sound_run(values: dict[str, Any], flags: Flags, faults_of: FaultsOf | None = None, files_of: FaultsOf | None = None) -> RunConfig:
+    """The run that ``values`` describe. Raises ConfigError with the faults of ``flags`` and of the settings in one message.
+
+    If there are any, what ``files_of`` finds is said too.
+    """
+    known = flags.wrong | (_required("model") if PRESET in flags.wrong else set())
+    at_fault = known | (_required() - values.keys())
+    found = [*flags.faults, *_missing(values.keys() | known)]
+
+    def more(run: RunConfig) -> list[str]:
+        faults = [*_unmet(run, flags), *(faults_of(run) if faults_of else ())]
+        return [*faults, *(files_of(run) if files_of and (found or faults) else ())]
+
+    if at_fault:
+        refuse([*found, *faults_beside(at_fault, values, config_from_values, more)])
     run = config_from_values(values)
+    refuse([*found, *more(run)])
+    return run
+
+
+def _required(part: str | None = None) -> set[str]:
+    """Names of settings, all or those of one part, that have no default."""
+    return {item.name for item in settings() if item.default is NO_DEFAULT and part in (None, item.part)}
+
+
+def _unmet(run: RunConfig, flags: Flags) -> Iterator[str]:
+    """Flags of Megatron's that are accepted only beside a setting that ``run`` has otherwise."""
     flat = flat_values(run)
     for flag, (name, value, way_out) in REQUIRES.items():
         if any(text.startswith(f"{flag}:") for text in flags.ignored) and flat[name] != value:
-            faults.append(f"{flag}: {way_out}.")
-    refuse([*faults, *(faults_of(run) if faults_of else ())])
-    return run
+            yield f"{flag}: {way_out}."
 
 
 def _from_checkpoint(
@@ -208,7 +237,7 @@ def _from_checkpoint(
 
 def _missing(given: Collection[str]) -> list[str]:
     """The fault of settings that have no default and are not ``given``, if there are any."""
-    missing = [item for item in settings() if item.default is NO_DEFAULT and item.name not in given]
+    missing = [item for item in settings() if item.name in _required() - set(given)]
     way_out = ", or take a model with --preset debug-gpt" if "model" in {item.part for item in missing} else ""
     names = ", ".join(item.flag for item in missing)
     return [f"{names}: no value given and none by default; add what is missing{way_out}."] if missing else []

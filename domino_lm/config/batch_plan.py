@@ -93,3 +93,13 @@ def data_parallel_size(run: RunConfig, world_size: int) -> int:
 def global_batch_size(run: RunConfig, world_size: int) -> int:
     """Sequences in one optimizer step over all ranks."""
     return run.training.global_batch_size or run.training.micro_batch_size * data_parallel_size(run, world_size)
+
+
+def eval_batch_size(run: RunConfig, world_size: int) -> int:
+    """Sequences in one batch of an evaluation over all ranks."""
+    return run.training.eval_global_batch_size or global_batch_size(run, world_size)
+
+
+def eval_micro_batch_size(run: RunConfig) -> int:
+    """Sequences in one forward of an evaluation."""
+    return run.training.eval_micro_batch_size or run.training.micro_batch_size

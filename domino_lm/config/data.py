@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from domino_lm.config.bounds import NonNegativeFloat, NonNegativeInt
+from domino_lm.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +17,15 @@ class TokenizerConfig:
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
             "HuggingFaceTokenizer",
+            "TikTokenizer",
             "NullTokenizer",
         ]
         | None
     ) = None
-    """GPT2BPETokenizer; Llama2Tokenizer / SentencePieceTokenizer / GPTSentencePieceTokenizer (all plain SentencePiece); HuggingFaceTokenizer (a tokenizer.json); NullTokenizer (numbers, with --vocab-size)."""
+    """GPT2BPETokenizer; Llama2Tokenizer / SentencePieceTokenizer / GPTSentencePieceTokenizer (all plain SentencePiece); HuggingFaceTokenizer (a tokenizer.json); TikTokenizer (byte strings by rank); NullTokenizer (numbers, with --vocab-size)."""
 
     tokenizer_model: str | None = None
-    """SentencePiece model file; for HuggingFaceTokenizer a tokenizer.json or its folder."""
+    """SentencePiece model file; for HuggingFaceTokenizer a tokenizer.json or its folder; for TikTokenizer a JSON list of ranks and bytes."""
 
     vocab_file: str | None = None
     """GPT-2 vocab.json."""
@@ -36,7 +37,13 @@ class TokenizerConfig:
     """Put the tokens of --tokenizer-special-tokens behind the SentencePiece vocabulary, as Megatron's legacy mode does."""
 
     tokenizer_special_tokens: tuple[str, ...] = ()
-    """Tokens that the legacy mode adds."""
+    """Tokens that the legacy mode adds; of TikTokenizer, the names of its first ids, with <unk>, <s> and </s> among them."""
+
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """What TikTokenizer cuts a text by before it merges; None takes v2."""
+
+    tiktoken_num_special_tokens: PositiveInt = 1000
+    """Special tokens that stand before TikTokenizer's byte strings; --vocab-size (131072 if not given) counts them."""
 
     tokenizer_hf_no_include_special_tokens: bool = False
     """Leave out what a tokenizer.json puts around each text (a BOS, say)."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from domino_lm.config import megatron_flags
+from domino_lm.config.neighbours import hint_of_neighbours
 from domino_lm.config.settings import ConfigError, refuse
 
 DEFAULT = " Default: "
@@ -28,9 +29,13 @@ class OverviewFormatter(argparse.HelpFormatter):
         return "\n\n".join(block if block.startswith(" ") else textwrap.fill(block, width, break_on_hyphens=False) for block in blocks)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = action.option_strings
+        names = list(action.option_strings)
         if isinstance(action, argparse.BooleanOptionalAction):
-            return ", ".join(f"--[no-]{name[2:]}" for name in names if not name.startswith("--no-"))
+            names = [f"--[no-]{name[2:]}" for name in names if not name.startswith("--no-")]
+        while len(", ".join(names)) > self._width - 4 and len(names) > 1:
+            names.pop()  # the oldest spelling
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return ", ".join(names)
         value = self._format_args(action, self._get_default_metavar_for_optional(action)) if action.nargs != 0 else ""
         return f"{', '.join(names)} {value}".strip()
 
@@ -104,7 +109,10 @@ class FlagParser(argparse.ArgumentParser):
         known = [option for action in self._actions for option in action.option_strings]
         known += [entry.flag for entry in megatron_flags.megatron_flags() if not entry.is_family]
         near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
-        return f"{flag} is not a flag of this program" + (f" (nearest: {near[0]})" if near else "") + "; --help lists all flags."
+        neighbour = hint_of_neighbours(flag.removeprefix("--")) or ""
+        hint = re.sub(r"^nearest: (\w+)$", lambda found: f"nearest: --{found[1].replace('_', '-')}", neighbour)
+        hint = hint or (f"nearest: {near[0]}" if near else "")
+        return f"{flag} is not a flag of this program" + (f" ({hint})" if hint else "") + "; --help lists all flags."
 
     def unknown_faults(self, words: Sequence[str]) -> Iterable[str]:
         """What is said of words that are no flags and no values of any."""

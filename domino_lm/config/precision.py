@@ -79,8 +79,7 @@ class PrecisionConfig:
         """Bytes of a gradient."""
         return BYTES[self.gradient_dtype]
 
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes that the optimizer keeps per weight: two moments, and a master weight if weights are narrower than fp32."""
-        moments = BYTES[NAMES[self.exp_avg_dtype]] + BYTES[NAMES[self.exp_avg_sq_dtype]]
+    def optimizer_bytes(self, optimizer: str) -> int:
+        """Bytes that ``optimizer`` (adam, sgd) keeps per weight: its moments, and a master weight if weights are narrower than fp32."""
+        moments = BYTES[NAMES[self.exp_avg_dtype]] + (BYTES[NAMES[self.exp_avg_sq_dtype]] if optimizer == "adam" else 0)
         return moments + (4 if self.element_bytes < 4 else 0)

@@ -76,8 +76,14 @@ class ModelConfig:
     rope_scaling_factor: PositiveFloat = 8.0
     """By how much --use-rope-scaling slows the lowest frequencies down; Llama 3.1 takes 8, Llama 3.2 takes 32."""
 
+    rotary_seq_len_interpolation_factor: PositiveFloat | None = None
+    """Divide RoPE's positions by this, for samples longer than those that a model was trained on."""
+
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """LayerNorm or RMSNorm."""
+
+    apply_layernorm_1p: bool = False
+    """Keep norm weights less 1, so that they start at 0 and lie where narrow formats are fine; either norm multiplies by 1 + weight."""
 
     norm_epsilon: PositiveFloat = 1e-5
     """Added to the variance inside every norm."""
@@ -106,6 +112,12 @@ class ModelConfig:
     init_method_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; output projections take it divided by sqrt(2 x layers)."""
 
+    embedding_init_method_std: PositiveFloat | None = None
+    """The same of word and position embeddings, which then take no weight decay; None takes --init-method-std, and the decay."""
+
+    init_method_xavier_uniform: bool = False
+    """Draw all initial matrices uniformly from +-sqrt(6 / (rows + columns)) instead; embeddings only without a deviation of their own."""
+
     vocab_size: PositiveInt | None = None
     """True number of token ids; None takes the tokenizer's."""
 
@@ -131,6 +143,11 @@ class ModelConfig:
     def head_width(self) -> int:
         """Channels d of one attention head."""
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def embedding_std(self) -> float | None:
+        """Standard deviation of initial embeddings; None if they are drawn uniformly."""
+        return self.embedding_init_method_std or (None if self.init_method_xavier_uniform else self.init_method_std)
 
     @property
     def query_groups(self) -> int:
@@ -223,13 +240,22 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule and gradient clipping."""
+    """AdamW or SGD, the learning-rate schedule and gradient clipping."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW; sgd has a momentum, and its weight decay is added to the gradient."""
 
     lr: PositiveFloat
     """Peak learning rate."""
 
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at and after the end of the decay."""
+
+    decoupled_lr: PositiveFloat | None = None
+    """Peak learning rate of word embedding and output layer; None takes --lr."""
+
+    decoupled_min_lr: NonNegativeFloat | None = None
+    """Their rate at and after the end of the decay; None takes --min-lr."""
 
     lr_decay_style: Literal["cosine", "linear", "constant", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after the warm-up, linear by default as in Megatron (presets take cosine); WSD (warm-up, stable, decay) holds the peak and decays over its last --lr-wsd-decay-iters."""
@@ -263,6 +289,18 @@ class OptimizerConfig:
 
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay; biases and norm weights take none."""
+
+    start_weight_decay: NonNegativeFloat | None = None
+    """Weight decay of the first step under --weight-decay-incr-style linear or cosine."""
+
+    end_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the end of the run under --weight-decay-incr-style linear or cosine."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay grows over the run: constant stays at --weight-decay, the others lead from --start-weight-decay to --end-weight-decay."""
+
+    sgd_momentum: Fraction = 0.9
+    """Share of the former update that SGD keeps."""
 
     adam_beta1: Fraction = 0.9
     """Decay of the first moment."""
@@ -304,6 +342,18 @@ class TrainingConfig:
 
     eval_iters: Annotated[int, Bounds("must be 0 or more; --full-validation evaluates on the whole validation split")] = 100
     """Global batches in one evaluation; 0 turns evaluation off."""
+
+    eval_micro_batch_size: PositiveInt | None = None
+    """Sequences in one forward of an evaluation; None takes --micro-batch-size."""
+
+    eval_global_batch_size: PositiveInt | None = None
+    """Sequences in one batch of an evaluation over all ranks; None takes --global-batch-size."""
+
+    skip_train: bool = False
+    """Evaluate the weights on validation and test, and end; with --load, those of a checkpoint."""
+
+    iterations_to_skip: tuple[int, ...] = ()
+    """Iterations, counted from 1, whose data is read and left out: no step is made, and the learning rate stands."""
 
     exit_interval: PositiveInt | None = None
     """Stop (and save) when the iteration is divisible by this; the learning-rate schedule does not change."""

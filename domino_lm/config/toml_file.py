@@ -6,7 +6,9 @@ import os
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from domino_lm.config.neighbours import hint_of_neighbours
 from domino_lm.config.schema import Setting, settings
 from domino_lm.config.settings import ConfigError, RunConfig
 
@@ -14,33 +16,47 @@ CONFIG_NAME = "config.toml"
 PRESET = "preset"
 
 
-def read_config(path: str | os.PathLike[str], gone: Collection[str] = ()) -> dict[str, object]:
-    """Flat field names and values of a TOML file, and ``preset`` if it names one.
+class ConfigFile(NamedTuple):
+    """A TOML file of settings."""
+
+    values: dict[str, object]
+    """Flat field names and values, without wrong ones, and ``preset`` if it names one."""
+
+    faults: list[str]
+    """What is wrong with it; one for the whole file."""
+
+    wrong: frozenset[str] = frozenset()
+    """Names of settings with wrong values."""
+
+
+def read_config(path: str | os.PathLike[str], gone: Collection[str] = ()) -> ConfigFile:
+    """The settings of a TOML file.
 
     Keys are field names, with ``_`` or ``-``, at the top or in the table of their part (``[model]``, ``[training]``, ...).
-    Settings that are ``gone`` are returned as the file has them. Raises ConfigError, with every fault of the file in the one message.
+    Settings that are ``gone`` are returned as the file has them.
     """
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}.") from error
+        return ConfigFile({}, [f"--config {path} cannot be read: {error.strerror}."])
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not TOML: {error}.") from error
+        return ConfigFile({}, [f"--config {path} is not TOML: {error}."])
     known = {item.name: item for item in settings()}
     values: dict[str, object] = {}
-    faults = []
-    for table, key, value in _entries(tables, {item.part for item in settings()}):
+    faults, wrong = [], set()
+    for table, key, value in _entries(tables):
         name = key.replace("-", "_")
         unchecked = (table, name) == ("", PRESET) or name in gone
         fault = None if unchecked else _fault(table, key, value, known.get(name), list(known))
         if name in values:
             fault = f"{key} is given twice"
-        if fault is not None:
-            faults.append(fault)
-        values[name] = value
-    if faults:
-        raise ConfigError(f"--config {path}: {'; '.join(faults)}.")
-    return values
+        if fault is None:
+            values[name] = value
+            continue
+        faults.append(fault)
+        if name in known:
+            wrong.add(name)
+    return ConfigFile(values, [f"--config {path}: {'; '.join(faults)}."] if faults else [], frozenset(wrong))
 
 
 def config_text(run: RunConfig) -> str:
@@ -87,13 +103,13 @@ def save_config(run: RunConfig, folder: str) -> Path:
     return path
 
 
-def _entries(tables: Mapping[str, object], parts: set[str]) -> Iterator[tuple[str, str, object]]:
-    """Table, key and value of everything in the file."""
+def _entries(tables: Mapping[str, object], path: str = "") -> Iterator[tuple[str, str, object]]:
+    """Tables, parted by dots, key and value of everything in the file."""
     for key, value in tables.items():
-        if isinstance(value, dict) and key in parts:
-            yield from ((key, name, item) for name, item in value.items())
+        if isinstance(value, dict):
+            yield from _entries(value, f"{path}.{key}" if path else key)
         else:
-            yield "", key, value
+            yield path, key, value
 
 
 def _fault(table: str, key: str, value: object, setting: Setting | None, known: Sequence[str]) -> str | None:
@@ -101,7 +117,8 @@ def _fault(table: str, key: str, value: object, setting: Setting | None, known: 
     where = f"[{table}] {key}" if table else key
     if setting is None:
         near = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.6)
-        return f"{where} is no setting" + (f" (nearest: {near[0]})" if near else "")
+        hint = hint_of_neighbours(f"{table}.{key}") or (f"nearest: {near[0]}" if near else "")
+        return f"{where} is no setting" + (f" ({hint})" if hint else "")
     if table and setting.part != table:
         return f"{where} belongs into [{setting.part}]"
     if setting.many:

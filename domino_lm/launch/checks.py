@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 
-from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
-from domino_lm.config.schema import settings
+from domino_lm.config.arguments import config_from_values
+from domino_lm.config.batch_plan import data_parallel_size, eval_batch_size, eval_micro_batch_size, global_batch_size
+from domino_lm.config.schema import flat_values, settings
 from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig, refuse
+from domino_lm.config.stand_ins import faults_beside
 from domino_lm.data.gpt_dataset import parse_split
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import sources_of
+from domino_lm.data.tokenizers.build import foreign_options
 from domino_lm.model.families.lookup import family_of
 from domino_lm.model.family import divisors, either
 from domino_lm.schedule.cuts import Uncut, cut_faults
@@ -23,7 +26,15 @@ def check_run(run: RunConfig, world_size: int) -> None:
 
 def run_faults(run: RunConfig, world_size: int) -> list[str]:
     """Every fault of ``run`` on ``world_size`` ranks, one line each: flags, values and the way out."""
-    return list(_number_faults(run)) or [
+    numbers = dict(_number_faults(run))
+    if not numbers:
+        return _faults_of_sound_numbers(run, world_size)
+    others = faults_beside(numbers, flat_values(run), config_from_values, lambda sound: _faults_of_sound_numbers(sound, world_size))
+    return [*numbers.values(), *others]
+
+
+def _faults_of_sound_numbers(run: RunConfig, world_size: int) -> list[str]:
+    return [
         *_layout_faults(run, world_size),
         *_model_faults(run),
         *_schedule_faults(run),
@@ -47,12 +58,12 @@ def widest_tensor_parallel(run: RunConfig, ranks: int) -> int:
     return 1 if any(_number_faults(run)) else max((size for size in sizes if can_shard(run.model, size)), default=1)
 
 
-def _number_faults(run: RunConfig) -> Iterator[str]:
-    """Values outside their own range, whatever the others are."""
+def _number_faults(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings whose values are outside their own range, whatever the others are, and the fault of each."""
     for item in settings():
         value = item.of(run)
         if item.bounds is not None and value is not None and not item.bounds.hold(value):
-            yield f"{item.flag} {value} {item.bounds.text}."
+            yield item.name, f"{item.flag} {value} {item.bounds.text}."
 
 
 def _layout_faults(run: RunConfig, world_size: int) -> Iterator[str]:
@@ -199,6 +210,7 @@ def _data_faults(run: RunConfig) -> Iterator[str]:
         absent = ["--vocab-size"]
     if absent:
         yield f"--tokenizer-type {kind} also needs {' and '.join(absent)}."
+    yield from foreign_options(run.tokenizer, kind)
 
 
 def _length_faults(run: RunConfig, world_size: int) -> Iterator[str]:
@@ -211,6 +223,10 @@ def _length_faults(run: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--train-samples {training.train_samples} does not fill one batch of {global_batch_size(run, world_size)} sequences; give more."
     if training.manual_gc_interval and not training.manual_gc:
         yield f"--manual-gc-interval {training.manual_gc_interval} belongs to --manual-gc; give that, or leave it out."
+    yield from _evaluation_faults(run, world_size)
+    wrong = [number for number in training.iterations_to_skip if number < 1]
+    if wrong:
+        yield f"--iterations-to-skip {wrong[0]}: iterations are counted from 1."
     ramp = training.rampup_batch_size
     if ramp is None:
         return
@@ -226,6 +242,22 @@ def _length_faults(run: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--rampup-batch-size {words}: first batch and increment must be multiples of --micro-batch-size x data-parallel size = {step}."
 
 
+def _evaluation_faults(run: RunConfig, world_size: int) -> Iterator[str]:
+    """Batches of an evaluation that do not divide, and a run that would do nothing."""
+    training, replicas = run.training, max(1, data_parallel_size(run, world_size))
+    size, step = eval_batch_size(run, world_size), eval_micro_batch_size(run) * replicas
+    if (training.eval_global_batch_size or training.eval_micro_batch_size) and size % step:
+        whole = "--eval-global-batch-size" if training.eval_global_batch_size else "--global-batch-size"
+        part = "--eval-micro-batch-size" if training.eval_micro_batch_size else "--micro-batch-size"
+        nearest = either(sorted({max(step, size // step * step), -(-size // step) * step}))
+        yield (
+            f"{whole} {size} is not a multiple of {part} {eval_micro_batch_size(run)} x data-parallel size {replicas} = {step}; "
+            f"give --eval-global-batch-size {nearest}."
+        )
+    if training.skip_train and not training.eval_iters:
+        yield "--skip-train only evaluates, and --eval-iters 0 evaluates nothing; give more."
+
+
 def _optimizer_faults(run: RunConfig) -> Iterator[str]:
     """Learning rates, and the lengths of their warm-up and decay, out of order."""
     optimizer = run.optimizer
@@ -233,6 +265,8 @@ def _optimizer_faults(run: RunConfig) -> Iterator[str]:
         yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}; exchange or lower it."
     if optimizer.lr_warmup_init > optimizer.lr:
         yield f"--lr-warmup-init {optimizer.lr_warmup_init} is above --lr {optimizer.lr}; lower it."
+    yield from _decoupled_faults(run)
+    yield from _weight_decay_faults(run)
     yield from _unit_faults(run)
     if optimizer.lr_warmup_fraction is not None:
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
@@ -247,6 +281,39 @@ def _optimizer_faults(run: RunConfig) -> Iterator[str]:
             yield f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} {_unit_name(unit)} of the decay; use less."
         if decay is not None and anneal is not None and anneal + warmup > decay:
             yield f"--lr-wsd-decay-{unit} {anneal} and the warm-up do not fit into the {decay} {_unit_name(unit)} of the decay; use less."
+
+
+def _decoupled_faults(run: RunConfig) -> Iterator[str]:
+    """Learning rates of embedding and output layer out of order."""
+    optimizer, peak = run.optimizer, run.optimizer.decoupled_lr
+    if peak is None:
+        return
+    minimum = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+    name = "--min-lr" if optimizer.decoupled_min_lr is None else "--decoupled-min-lr"
+    if minimum > peak:
+        yield f"{name} {minimum} is above --decoupled-lr {peak}; give a lower --decoupled-min-lr."
+    if optimizer.lr_warmup_init > peak:
+        yield f"--lr-warmup-init {optimizer.lr_warmup_init} is above --decoupled-lr {peak}; lower it."
+
+
+def _weight_decay_faults(run: RunConfig) -> Iterator[str]:
+    """Weight decay that grows without knowing from where to where, or the other way round."""
+    optimizer, style = run.optimizer, run.optimizer.weight_decay_incr_style
+    ends = {name: getattr(optimizer, name) for name in ("start_weight_decay", "end_weight_decay")}
+    if style == "constant":
+        for name, value in ends.items():
+            if value is not None:
+                yield f"{_flag(name)} {value} needs --weight-decay-incr-style linear or cosine; give that, or --weight-decay alone."
+    elif None in ends.values():
+        yield f"--weight-decay-incr-style {style} leads from --start-weight-decay to --end-weight-decay; give both."
+    elif run.kernels.cuda_graph:
+        yield f"--weight-decay-incr-style {style} changes what --cuda-graph captures; leave one out."
+    if optimizer.optimizer == "sgd":
+        if run.kernels.apex_optimizer:
+            yield "--apex-optimizer is an AdamW, and --optimizer sgd is none; leave one out."
+        kinds = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(run.precision, name) != "fp32"]
+        if kinds:
+            yield f"{_flag(kinds[0])} {getattr(run.precision, kinds[0])} is of AdamW's moments, and --optimizer sgd has none; leave it out."
 
 
 def _unit_faults(run: RunConfig) -> Iterator[str]:
@@ -273,8 +340,6 @@ def _unit_name(unit: str) -> str:
 def _checkpoint_faults(run: RunConfig) -> Iterator[str]:
     """Settings of saving and loading without a folder."""
     checkpoint = run.checkpoint
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield f"--save-interval {checkpoint.save_interval} has no folder to save in: give --save."
     for name in ("no_save_optim", "keep_last", "save_retain_interval", "exit_on_save_failure"):
         if getattr(checkpoint, name) and checkpoint.save is None:
             yield f"{_flag(name)} says how to save, but nothing is saved: give --save, or leave it out."

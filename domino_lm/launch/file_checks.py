@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from domino_lm.config.settings import ConfigError, RunConfig, refuse
+from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import sources_of
 from domino_lm.simulate.hardware import Hardware, find_hardware
 
@@ -16,8 +17,11 @@ def check_files(run: RunConfig) -> None:
 
 def file_faults(run: RunConfig) -> Iterator[str]:
     """Files that are missing and folders that cannot be, one line each."""
-    sources = sources_of(run.data)
-    blends = [blend for blend in (sources.blend, *sources.per_split.values()) if blend is not None]
+    try:
+        sources = sources_of(run.data)
+        blends = [blend for blend in (sources.blend, *sources.per_split.values()) if blend is not None]
+    except DatasetError:  # a fault of the settings, which names no files
+        blends = []
     for prefix in dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes):
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]
         stem, end = os.path.splitext(prefix)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from domino_lm.config.batch_plan import BatchPlan, data_parallel_size
+from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.schema import flat_values, settings
 from domino_lm.config.settings import RunConfig, ScheduleConfig
 from domino_lm.launch.file_checks import known_machine
@@ -55,7 +56,7 @@ class RunSummary:
             ("data", self.data),
             ("schedule", schedule_reason(self.run)),
             ("memory", self.memory()),
-            *(("on" if not index else "", text) for index, text in enumerate(switched_on(self.run, self.world_size))),
+            *(("on" if not index else "", text) for index, text in enumerate(switched_on(self.run, self.world_size, self.device))),
             *(("ignored" if not i else "", text) for i, text in enumerate([*self.ignored, *without_effect(self.run, self.world_size)])),
         ]
         return "\n".join(f"{name:10}{text}" for name, text in rows if text)
@@ -102,7 +103,7 @@ def memory_estimate(run: RunConfig, world_size: int, device: str) -> Memory:
         chain.from_iterable(step_templates(plan, min(SHOWN_MICRO_BATCHES, count))),
         shapes,
         gradient_bytes=run.precision.gradient_bytes,
-        optimizer_bytes=run.precision.optimizer_bytes,
+        optimizer_bytes=run.precision.optimizer_bytes(run.optimizer.optimizer),
     )
 
 
@@ -159,9 +160,10 @@ def schedule_reason(run: RunConfig) -> str:
     return "domino with a single row, as the flags say: it hides next to nothing"
 
 
-def switched_on(run: RunConfig, world_size: int) -> Iterator[str]:
+def switched_on(run: RunConfig, world_size: int, device: str = "cpu") -> Iterator[str]:
     """What is not part of every run, one line each."""
     yield from _formats(run)
+    yield from _fp8(run.kernels, device)
     schedule, tp, replicas = run.schedule, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
     if schedule.sequence_parallel and tp > 1:
         yield "sequence parallelism: norms, residuals and dropout are cut over tensor-parallel ranks"
@@ -169,6 +171,7 @@ def switched_on(run: RunConfig, world_size: int) -> Iterator[str]:
         yield f"recompute, {schedule.recompute_granularity}: activations are computed again in backward"
     if schedule.domino_defer_wgrad:
         yield "weight gradients held back to fill waits"
+    yield from _optimizer(run)
     if replicas > 1:
         yield f"data-parallel reduction {'behind backward' if schedule.overlap_grad_reduce else 'after backward'}"
         yield from _shared_out(schedule, replicas)
@@ -176,6 +179,21 @@ def switched_on(run: RunConfig, world_size: int) -> Iterator[str]:
         yield f"attention dropout {run.model.attention_dropout:g}: attention is spelled out, which is slower than the fused kernel"
     if run.data.reset_attention_mask:
         yield "attention ends at document ends: masks are materialised, which is slower"
+
+
+def _optimizer(run: RunConfig) -> Iterator[str]:
+    """What differs between weights, or from AdamW with a constant weight decay."""
+    optimizer = run.optimizer
+    if optimizer.optimizer == "sgd":
+        yield f"SGD with momentum {optimizer.sgd_momentum:g}; weight decay is added to the gradient"
+    if optimizer.decoupled_lr is not None:
+        minimum = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        yield f"learning rate of word embedding and output layer: {optimizer.decoupled_lr:g}, at the end {minimum:g}"
+    if optimizer.weight_decay_incr_style != "constant":
+        ends = f"from {optimizer.start_weight_decay:g} to {optimizer.end_weight_decay:g}"
+        yield f"weight decay {ends} over the run, {optimizer.weight_decay_incr_style}"
+    if run.model.embedding_init_method_std is not None:
+        yield "embeddings have a deviation of their own and take no weight decay, as in Megatron"
 
 
 def _shared_out(schedule: ScheduleConfig, replicas: int) -> Iterator[str]:
@@ -200,11 +218,24 @@ def _formats(run: RunConfig) -> Iterator[str]:
         yield f"optimizer moments kept in {precision.exp_avg_dtype} and {precision.exp_avg_sq_dtype}"
 
 
+def _fp8(kernels: KernelConfig, device: str) -> Iterator[str]:
+    """8-bit GEMMs: how they are scaled, and that a CPU has none."""
+    if kernels.fp8_format is None:
+        return
+    yield (
+        f"fp8 ({kernels.fp8_format}): GEMMs of attention and MLP, scaled {kernels.fp8_recipe} from each tensor itself; "
+        "Megatron's default is delayed scaling, from a history of earlier steps"
+    )
+    if device == "cpu":
+        yield "warning: a CPU has no 8-bit GEMMs; they are emulated one by one, a hundred times slower: a few tokens/s, to try numerics alone"
+
+
 def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
     """Settings that differ from their defaults and change nothing in this run, with the reason."""
     tp, replicas = run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
     dynamic, checked = run.precision.dynamic_loss_scale, run.training.check_for_nan_in_loss_and_grad
-    evaluates, logs = run.training.eval_interval, run.logging
+    evaluates, logs = run.training.eval_interval or run.training.skip_train, run.logging
+    sgd, tokenizer = run.optimizer.optimizer == "sgd", run.tokenizer.tokenizer_type
     idle = (
         ("sequence_parallel", tp == 1, "one tensor-parallel rank has nobody to share with"),
         ("domino_pair", tp == 1, "one tensor-parallel rank has no all-reduce to hide"),
@@ -212,12 +243,22 @@ def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
         (SHARES, replicas == 1, "a single replica has nobody to share with"),
         *((name, True, why) for name, why in family_of(run.model).unread().items()),
         ("min_lr lr_decay_iters lr_decay_samples", run.optimizer.lr_decay_style == "constant", "--lr-decay-style constant keeps the rate"),
-        ("eval_iters full_validation multiple_validation_sets", not evaluates, "--eval-interval 0 evaluates nothing"),
+        (
+            "eval_iters eval_micro_batch_size eval_global_batch_size full_validation multiple_validation_sets",
+            not evaluates,
+            "--eval-interval 0 evaluates nothing",
+        ),
         ("full_validation multiple_validation_sets", evaluates and not run.training.eval_iters, "--eval-iters 0 evaluates nothing"),
+        ("tiktoken_pattern tiktoken_num_special_tokens", tokenizer != "TikTokenizer", "they are TikTokenizer's"),
+        ("decoupled_min_lr", run.optimizer.decoupled_lr is None, "--decoupled-lr gives embedding and output layer no rate of their own"),
+        ("weight_decay", run.optimizer.weight_decay_incr_style != "constant", "--start-weight-decay and --end-weight-decay say how much"),
+        ("sgd_momentum", not sgd, "AdamW has no momentum of SGD's"),
+        ("adam_beta1 adam_beta2 adam_eps", sgd, "SGD has no moments of AdamW's"),
+        ("save_interval", run.checkpoint.save is None, "--save names no folder, so nothing is saved"),
         ("timeline_iteration", logs.timeline is None, "--timeline names no file"),
         ("tensorboard_log_interval", logs.tensorboard_dir is None, "--tensorboard-dir names no folder"),
         ("wandb_exp_name wandb_save_dir", logs.wandb_project is None, "--wandb-project names no project"),
-        ("distributed_timeout_minutes", world_size == 1, "one rank waits for nobody"),
+        ("distributed_backend distributed_timeout_minutes", world_size == 1, "one rank talks to nobody"),
         (DYNAMIC_LOSS_SCALE, not dynamic, "no loss scale is dynamic"),
         ("max_skipped_steps", checked is not None, f"--{'' if checked else 'no-'}check-for-nan-in-loss-and-grad says what happens"),
     )

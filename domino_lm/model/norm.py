@@ -25,7 +25,7 @@ class NormPart(Part):
     """``hidden = residual + dropout(core(branch + branch_bias + positions))``, then LayerNorm, or RMSNorm without ``bias``.
 
     ``branch_bias`` [h] belongs to the row-parallel linear before this part; ``positions`` [rows, h] is the learned
-    position table, in the first norm of the chain alone. A subclass may write ``core(branch, ctx)`` (a norm after the branch, a
+    position table, in the first norm of the chain alone. With ``weight_less_1`` the norm multiplies by 1 + ``weight``. A subclass may write ``core(branch, ctx)`` (a norm after the branch, a
     multiplier), with weights of its own. All weights are replicated.
     """
 
@@ -42,7 +42,9 @@ class NormPart(Part):
         site: str,
         branch_bias: Parameter | None = None,
         positions: Parameter | None = None,
+        weight_less_1: bool = False,
     ) -> None:
+        self.weight_less_1 = weight_less_1
         self.positions = positions
         self.branch_bias = branch_bias
         self.weight = weight
@@ -54,7 +56,7 @@ class NormPart(Part):
 
     def norm(self, hidden: Tensor) -> Tensor:
         """LayerNorm, or RMSNorm without a bias, of [s, b, h]."""
-        return self.kernels.normalise(hidden, self.weight, self.bias, self.epsilon)
+        return self.kernels.normalise(hidden, self.weight + 1 if self.weight_less_1 else self.weight, self.bias, self.epsilon)
 
     def keep(self, row: Row) -> Tensor | None:
         """Which elements [s, b, h] of the branch stay, or None if nothing is dropped."""

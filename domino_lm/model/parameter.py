@@ -1,5 +1,6 @@
 """A weight as one rank holds it: its name, its place in the unsharded model and in a checkpoint, its gradient memory."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -92,6 +93,12 @@ class ParameterFactory:
         """Weights from N(0, std); padded vocabulary rows are zero."""
         return self._make(spec, lambda full, generator: full.normal_(0.0, std, generator=generator))
 
+    def xavier(self, spec: ParameterSpec) -> Parameter:
+        """Uniform weights of variance 2 / (rows + columns) (Glorot and Bengio, 2010), of the unsharded matrix; padded rows are zero."""
+        rows, columns = spec.vocab_rows or spec.shape[0], spec.shape[1]
+        bound = math.sqrt(6 / (rows + columns))
+        return self._make(spec, lambda full, generator: full.uniform_(-bound, bound, generator=generator))
+
     def constant(self, spec: ParameterSpec, value: float) -> Parameter:
         """Weights of one value."""
         return self._make(spec, lambda full, _: full.fill_(value))
@@ -118,9 +125,12 @@ class Weights:
     def matrix(
         self, name: str, shape: tuple[int, int], shard_dim: int, layer: int, *, blocks: int = 1, std: float | None = None
     ) -> Parameter:
-        """A matrix of which each of equal ``blocks`` is cut along ``shard_dim``; N(0, std), by default ``config.init_method_std``."""
-        spec = self._spec(name, shape, layer, shard_dim=shard_dim, shard_blocks=blocks)
-        return self.make.normal(spec, self.config.init_method_std if std is None else std)
+        """A matrix of which each of equal ``blocks`` is cut along ``shard_dim``; N(0, std), by default ``config.init_method_std``.
+
+        With ``config.init_method_xavier_uniform`` it is drawn by that.
+        """
+        std = None if self.config.init_method_xavier_uniform else self.config.init_method_std if std is None else std
+        return self._drawn(self._spec(name, shape, layer, shard_dim=shard_dim, shard_blocks=blocks), std)
 
     def vector(
         self, name: str, width: int, value: float = 0.0, layer: int | None = None, *, key: str | None = None, **cut: Any
@@ -131,11 +141,16 @@ class Weights:
     def vocabulary(self, name: str) -> Parameter:
         """A table [v, h] of the padded vocabulary, cut by rows."""
         shape = (self.config.padded_vocab_size(self.make.tp.size), self.config.hidden_size)
-        return self.make.normal(self._spec(name, shape, shard_dim=0, vocab_rows=self.config.vocab_size), self.config.init_method_std)
+        other = None if self.config.init_method_xavier_uniform else self.config.init_method_std
+        std = self.config.embedding_std if name.startswith("embedding.") else other
+        return self._drawn(self._spec(name, shape, shard_dim=0, vocab_rows=self.config.vocab_size), std)
 
     def table(self, name: str, rows: int) -> Parameter:
-        """A table [rows, h] that every rank holds whole."""
-        return self.make.normal(self._spec(name, (rows, self.config.hidden_size)), self.config.init_method_std)
+        """A table [rows, h] of embeddings that every rank holds whole."""
+        return self._drawn(self._spec(name, (rows, self.config.hidden_size)), self.config.embedding_std)
+
+    def _drawn(self, spec: ParameterSpec, std: float | None) -> Parameter:
+        return self.make.xavier(spec) if std is None else self.make.normal(spec, std)
 
     def _spec(self, name: str, shape: tuple[int, ...], layer: int | None = None, key: str | None = None, **cut: Any) -> ParameterSpec:
         if layer is None:

@@ -13,18 +13,27 @@ LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 1.0, 4.0
 
 
 def rotation_table(
-    seq_length: int, width: int, base: float, dtype: torch.dtype, device: torch.device, scaling_factor: float | None = None
+    seq_length: int,
+    width: int,
+    base: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    scaling_factor: float | None = None,
+    interpolation_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [s, 1, 1, d] of position x base^(-2i/d), the frequencies repeated for both halves.
 
-    With ``scaling_factor`` frequencies are those of `scaled`. Angles are computed in fp32, as the models that exist were
+    With ``scaling_factor`` frequencies are those of `scaled`; positions are divided by ``interpolation_factor`` (Chen et al., 2023). Angles are computed in fp32, as the models that exist were
     trained, or in float64 for float64 models.
     """
     exact = torch.promote_types(dtype, torch.float32)
     frequencies = base ** -(torch.arange(0, width, 2, dtype=exact, device=device) / width)  # [d/2]
     if scaling_factor is not None:
         frequencies = scaled(frequencies, scaling_factor)
-    angles = torch.outer(torch.arange(seq_length, dtype=exact, device=device), frequencies)  # [s, d/2]
+    positions = torch.arange(seq_length, dtype=exact, device=device)
+    if interpolation_factor is not None:
+        positions = positions * (1 / interpolation_factor)
+    angles = torch.outer(positions, frequencies)  # [s, d/2]
     angles = torch.cat((angles, angles), -1)[:, None, None]  # [s, 1, 1, d]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -14,6 +14,13 @@ from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.gloo_pair import PairCommunicator
 
 
+class MissingBackendError(ConfigError):
+    """A communication backend or a GPU that this machine, or this build of PyTorch, does not have."""
+
+    first_local_rank = 0
+    """The first rank of a node that meets it."""
+
+
 @dataclass(frozen=True)
 class ParallelMesh:
     """Communicators of this rank and the device it computes on. Built once and passed."""
@@ -28,7 +35,8 @@ class ParallelMesh:
         """Join the ranks that torchrun started, or stand alone as one plain process.
 
         Reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``. Rank r is tensor-parallel rank ``r % t`` of replica ``r // t``.
-        ``kernels`` says how NCCL's kernels share the GPU. Raises ConfigError if t does not divide the number of ranks.
+        ``kernels`` says how NCCL's kernels share the GPU. Raises ConfigError if t does not divide the number of ranks,
+        MissingBackendError if the backend cannot carry data between this machine's devices.
         """
         kernels = kernels or KernelConfig()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -38,9 +46,12 @@ class ParallelMesh:
         device = device if device is not None else default_device()
         if world_size == 1:
             return cls.single(device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        fault = backend_fault(backend, device)
+        if fault is not None:
+            raise MissingBackendError(fault)
+        if device.type == "cuda":
+            _take(device)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
         return cls.from_world(parallel.tensor_model_parallel_size, device, timeout, kernels if backend == "nccl" else None)
@@ -91,6 +102,32 @@ def check_layout(parallel: ParallelConfig, world_size: int) -> None:
             f"--tensor-model-parallel-size {tp_size} does not divide the {world_size} ranks that were started; "
             f"use one of {divisors}, or start a multiple of {max(tp_size, 1)} ranks."
         )
+
+
+def backend_fault(backend: str, device: torch.device) -> str | None:
+    """Why ``backend`` (gloo, nccl) cannot carry data between ranks whose tensors lie on ``device``; None if it can."""
+    asked = f"--distributed-backend {backend}"
+    if not dist.is_available():
+        return f"{asked}: PyTorch {torch.__version__} was built without its distributed package; install one that has it."
+    if backend == "nccl" and device.type != "cuda":
+        return f"{asked} carries data between GPUs, and PyTorch finds none on this machine; use gloo, or leave it out."
+    if not {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}[backend]():
+        other = "gloo" if backend == "nccl" else "nccl"
+        return f"{asked}: PyTorch {torch.__version__} was built without it; use {other}, or install a PyTorch that has it."
+    return None
+
+
+def _take(device: torch.device) -> None:
+    """Make ``device`` this process's own. Raises MissingBackendError if the node has fewer GPUs than ranks."""
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        error = MissingBackendError(
+            f"more ranks were started on this node than the {count} GPU(s) that PyTorch finds; start at most {count}, "
+            "best with torchrun --nproc-per-node."
+        )
+        error.first_local_rank = count
+        raise error
+    torch.cuda.set_device(device)
 
 
 def default_device() -> torch.device:

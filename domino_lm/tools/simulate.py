@@ -88,7 +88,7 @@ def _resolve(flags: Flags) -> Asked:
     devices = chosen.devices if chosen.devices is not None else chosen.nodes * node_size
     if devices < 1:
         raise ConfigError(f"{'--nodes' if chosen.devices is None else '--devices'} gives {devices} devices; give 1 or more.")
-    given = with_file_and_preset(flags.values).values
+    given = with_file_and_preset(flags).values
     values = {**NOT_ASKED_FOR, "vocab_size": vocabulary_of(flags.values.get("preset", "")), **given}
     if "tensor_model_parallel_size" not in given and not flags.faults:
         values["tensor_model_parallel_size"] = widest_tensor_parallel(config_from_values(values), gcd(node_size, devices))

@@ -125,7 +125,7 @@ def read_run(own: argparse.Namespace, rest: Sequence[str], world_size: int) -> R
     if folder is None:
         foreign.append("--load is needed: the folder of the checkpoint.")
     refuse([*flags.faults, *foreign])
-    _, given, explicit = with_file_and_preset({**flags.values, **shown})
+    _, given, explicit = with_file_and_preset(dataclasses.replace(flags, values={**flags.values, **shown}))
     try:
         found = settings_to_take(str(folder), step, explicit)
         beside = settings_beside_the_model(str(folder), step)

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from domino_lm.config.batch_plan import BatchPlan, global_batch_size
+from domino_lm.config.batch_plan import BatchPlan, eval_batch_size, eval_micro_batch_size
 from domino_lm.config.data import DataConfig
 from domino_lm.config.settings import RunConfig
 from domino_lm.data.blended import BlendedDataset
@@ -39,8 +39,8 @@ class RunData:
 
         ``run.model.vocab_size`` must be resolved. Raises DatasetError if the data cannot give the samples.
         """
-        batch = global_batch_size(run, mesh.world.size)
-        evaluated = batch * run.training.eval_iters if run.training.eval_interval else 0
+        evaluates = run.training.eval_interval or run.training.skip_train
+        evaluated = eval_batch_size(run, mesh.world.size) * run.training.eval_iters if evaluates else 0
         config = GPTDatasetConfig(
             sequence_length=run.model.seq_length,
             seed=run.training.seed,
@@ -52,7 +52,7 @@ class RunData:
         splits: Splits = build_splits(sources_of(run.data), sizes, config, run.data.data_cache_path)
         if splits.train is None:
             raise DatasetError(f"--split {run.data.split} leaves nothing to train on; its first number must be above 0.")
-        _refuse_too_few(splits, sizes, run, batch)
+        _refuse_too_few(splits, sizes, run, eval_batch_size(run, mesh.world.size))
         if not evaluated:
             flag = "eval-interval" if run.training.eval_interval == 0 else "eval-iters"
             return cls(splits.train, (), None, f"--{flag} 0 turns it off")
@@ -145,19 +145,19 @@ class MicroBatches:
         return [MicroBatch.from_samples(next(self._batches), self._device, self._first + self._stride * i) for i in range(count)]
 
 
-def evaluation_batches(dataset: Dataset, run: RunConfig, mesh: ParallelMesh, num_micro_batches: int) -> Iterator[MicroBatch]:
+def evaluation_batches(dataset: Dataset, run: RunConfig, mesh: ParallelMesh) -> Iterator[MicroBatch]:
     """Micro-batches of one evaluation on this rank: those of ``--eval-iters`` global batches, or with --full-validation all.
 
     The ranks that share a model get equally many; data-parallel ranks may get one more or less of a full pass.
     """
-    size = run.training.micro_batch_size
+    size = eval_micro_batch_size(run)
     sampler: Sampler
     if run.data.full_validation and dataset.split == "valid":
         sampler = FullPassSampler(len(dataset), **_dealt(mesh, size))
         count = len(sampler)
     else:
         sampler = SequentialSampler(len(dataset), **_dealt(mesh, size))
-        count = run.training.eval_iters * num_micro_batches
+        count = run.training.eval_iters * (eval_batch_size(run, mesh.world.size) // (size * mesh.dp.size))
     batches = Batches(dataset, sampler, run.data.num_workers)
     try:
         for _ in range(count):

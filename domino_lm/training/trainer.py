@@ -25,6 +25,7 @@ from domino_lm.config.schema import flat_values
 from domino_lm.config.settings import ConfigError, RunConfig
 from domino_lm.data.continued import DataRecord
 from domino_lm.data.epochs import EpochCount
+from domino_lm.model.batch import MicroBatch
 from domino_lm.model.parameter import dtype_of
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
@@ -38,7 +39,7 @@ from domino_lm.training.apex_adam import find_adamw
 from domino_lm.training.garbage import GarbageCollection
 from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule
-from domino_lm.training.optimizer import Optimizer
+from domino_lm.training.optimizer import Optimizer, Rates
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.skipped_steps import SkippedSteps
 from domino_lm.training.stop import Asked, StopSignal
@@ -60,7 +61,7 @@ class FitResult:
 
     iteration: int
     reason: str
-    """finished, SIGTERM, exit-interval, exit-samples or exit-duration-in-mins."""
+    """finished, skip-train, SIGTERM, exit-interval, exit-samples or exit-duration-in-mins."""
 
     first_loss: float | None
     """Of the first step that ran here, before it changed a weight; None if none ran."""
@@ -74,6 +75,8 @@ class FitResult:
     """Time that rank 0 waited for data in a step, the first one left out."""
 
     def __str__(self) -> str:
+        if self.reason == "skip-train":
+            return f"nothing was trained, as --skip-train says: the weights of iteration {self.iteration} were evaluated"
         if self.first_loss is None or self.last_loss is None:
             return f"nothing was trained: the run had ended before, at iteration {self.iteration}; a larger --train-iters or --train-samples goes on"
         return (
@@ -103,7 +106,6 @@ class Trainer:
         self.tokenizer_identity = tokenizer_identity
         self.batch_plan = BatchPlan.of(run, mesh.world.size)
         self.batch_size = self.batch_plan.full
-        self.num_micro_batches = self.batch_size // (run.training.micro_batch_size * data_parallel_size(run, mesh.world.size))
         self.loss_scale = LossScale.of(run.precision, mesh.device)
         narrow = dtype_of(run.precision.gradient_dtype) if run.precision.gradient_bytes < 4 else None
         self.plan, gradients = prepare_plan(stack, mesh, run.schedule, run.training.micro_batch_size, run.model.seq_length, narrow)
@@ -117,8 +119,9 @@ class Trainer:
             gradients=gradients,
             world=mesh.world,
             kernel=find_adamw(run.kernels, mesh.device),
+            embeddings_decay=run.model.embedding_init_method_std is None,
         )
-        self._learning_rate = torch.zeros((), dtype=torch.float32, device=mesh.device)  # where a captured step reads it
+        self._learning_rates = torch.zeros(2, dtype=torch.float32, device=mesh.device)  # where a captured step reads them
         self.executor = build_executor(
             run.kernels,
             mesh,
@@ -160,9 +163,12 @@ class Trainer:
         reason = "finished"
         try:
             with StopSignal() as signal, garbage:
-                batches = None if self._at_end() else self.training_batches()
+                batches = None if self._at_end() or self.run.training.skip_train else self.training_batches()
                 epochs = EpochCount(self.data.train, self.consumed_samples)
                 while batches is not None and not self._at_end():
+                    if self.iteration + 1 in self.run.training.iterations_to_skip:
+                        self._leave_out(batches)
+                        continue
                     asked = Asked(signal.asked, self._out_of_time(began_s))
                     recorder = self._recorder(begin, watch)
                     report, agreed = self.step(batches, asked, recorder)
@@ -186,13 +192,15 @@ class Trainer:
                     if self._due(self.run.checkpoint.save_interval):
                         garbage.collect()
                         self.save()
-                self.save(must=True)
+                if not self.run.training.skip_train:
+                    self.save(must=True)
                 if reason == "finished":
                     for split in ("valid", "test"):
                         self._evaluate_split(split, watch, at_end=True)
         finally:
             watch.close()
             self.console = console
+        reason = "skip-train" if self.run.training.skip_train else reason
         rate = watch.rate
         tokens_per_s = rate.sequences_per_s * self.run.model.seq_length
         return FitResult(self.iteration, reason, rate.first_loss, rate.last_loss, tokens_per_s, rate.data_s_per_step * 1e3)
@@ -201,9 +209,11 @@ class Trainer:
         """One optimizer step over a global batch; gives too what any rank has ``asked``. ``recorder`` collects its timeline."""
         begin, waited = time.perf_counter(), batches.blocked_s
         size = self.batch_plan.at(self.consumed_samples)
-        micro_batches = batches.take(size // (self.run.training.micro_batch_size * data_parallel_size(self.run, self.mesh.world.size)))
+        micro_batches = self._take(batches, size)
         waited = batches.blocked_s - waited
-        self._learning_rate.fill_(self.lr_schedule.value())
+        self._learning_rates[0].fill_(self.lr_schedule.value())
+        if self.lr_schedule.decoupled is not None:
+            self._learning_rates[1].fill_(self.lr_schedule.decoupled_value())
         made = self.executor.run_step(micro_batches, self.iteration, recorder)
         loss_sum, tokens, signals, over, loss_scale, grad_norm, skipped, *logged = self._read_edge(made, asked or Asked())
         self.iteration += 1
@@ -230,12 +240,24 @@ class Trainer:
             raise TrainingError(fault)
         return report, Asked(signals > 0, over > 0)
 
+    def _take(self, batches: MicroBatches, size: int) -> list[MicroBatch]:
+        """This rank's micro-batches of a global batch of ``size``."""
+        return batches.take(size // (self.run.training.micro_batch_size * data_parallel_size(self.run, self.mesh.world.size)))
+
+    def _leave_out(self, batches: MicroBatches) -> None:
+        """Read an iteration's data and make no step of it."""
+        size = self.batch_plan.at(self.consumed_samples)
+        self._take(batches, size)
+        self.iteration += 1
+        self.consumed_samples += size
+        self.console(f"left out iteration {self.iteration} and its {size} samples, as --iterations-to-skip says")
+
     @torch.no_grad()
     def evaluate(self, dataset: Any) -> float:
         """Mean loss in nats per token, without dropout, over the first ``--eval-iters`` global batches, the same ones each time, or over all."""
         self.executor.complete_gathers()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # sum of losses, tokens
-        for micro_batch in evaluation_batches(dataset, self.run, self.mesh, self.num_micro_batches):
+        for micro_batch in evaluation_batches(dataset, self.run, self.mesh):
             losses = self.stack.forward(micro_batch)  # [s, b]
             total += torch.stack([(losses * micro_batch.loss_mask).sum(), micro_batch.loss_mask.sum()])
         loss_sum, tokens = self.mesh.dp.all_reduce(total).tolist()
@@ -318,7 +340,7 @@ class Trainer:
             raise ConfigError(f"--load {checkpoint.load} holds no learning-rate schedule; load the weights alone with --no-load-optim.")
         side = self.lr_schedule.load_state_dict(
             state["learning_rate"],
-            override=checkpoint.override_opt_param_scheduler,
+            override=checkpoint.override_opt_param_scheduler or self.run.training.skip_train,  # which makes no step of it
             use_checkpoint=checkpoint.use_checkpoint_opt_param_scheduler,
         )
         self.console(side)
@@ -338,13 +360,15 @@ class Trainer:
         logging = self.run.logging
         bad_loss = torch.logical_not(torch.isfinite(loss_sum)).to(torch.float32)
         zeros = [self.optimizer.zero_gradients()] if logging.log_num_zeros_in_grad else []
-        info = self.optimizer.step(self._rate(), self.mesh.dp.all_reduce(bad_loss))
+        info = self.optimizer.step(self._rates(), self.mesh.dp.all_reduce(bad_loss))
         norm = [self.optimizer.parameter_norm()] if logging.log_params_norm else []
         return [info.grad_norm, info.found_inf, *zeros, *norm]
 
-    def _rate(self) -> float | torch.Tensor:
-        """The step's learning rate, in device memory if the update is captured and must not hold its number."""
-        return self._learning_rate if self.run.kernels.cuda_graph else self.lr_schedule.value()
+    def _rates(self) -> Rates:
+        """The step's learning rates, in device memory if the update is captured and must not hold their numbers."""
+        schedule, captured = self.lr_schedule, self.run.kernels.cuda_graph
+        rates = (self._learning_rates[0], self._learning_rates[1]) if captured else (schedule.value(), schedule.decoupled_value())
+        return Rates(rates[0], None if schedule.decoupled is None else rates[1], schedule.weight_decay_value())
 
     def _named(self, logged: list[float]) -> dict[str, Any]:
         """The numbers that `_update` logs, by the names of the report's fields."""

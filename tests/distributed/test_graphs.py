@@ -23,7 +23,7 @@ from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.graphs import GraphedExecutor, build_executor
 from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.schedule.recorder import Recorder
-from domino_lm.training.optimizer import Optimizer
+from domino_lm.training.optimizer import Optimizer, Rates
 from domino_lm.training.trainer import Trainer
 from tests.distributed.models import GPT, LLAMA, MICRO_BATCH, SEED, micro_batches
 from tests.distributed.training_runs import built, steps, write_tokens
@@ -154,7 +154,7 @@ def test_a_trainer_whose_steps_are_replayed_reports_what_the_plain_one_does(
 ) -> None:
     tokens, mesh = write_tokens(tmp_path), ParallelMesh.single(CPU)
     shown = f"{flags} --log-params-norm --log-num-zeros-in-grad"
-    monkeypatch.setattr(Trainer, "_rate", lambda trainer: trainer._learning_rate)  # fp32 in both: 8 bits amplify any difference
+    monkeypatch.setattr(Trainer, "_rates", lambda trainer: Rates(trainer._learning_rates[0]))  # fp32 in both: 8 bits amplify any difference
     plain = steps(built(mesh, tokens, shown), 7)
     monkeypatch.setattr("domino_lm.training.trainer.build_executor", captured)
     replayed = steps(built(mesh, tokens, f"{shown} --cuda-graph"), 7)

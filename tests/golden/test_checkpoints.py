@@ -146,9 +146,11 @@ def test_the_arithmetic_of_the_run_that_made_it_is_reported(checkpoints: Path) -
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
         "norm_epsilon": 1e-5,
+        "apply_layernorm_1p": False,
         "swiglu": True,
         "rotary_base": 10000.0,
         "use_rope_scaling": False,
+        "rotary_seq_len_interpolation_factor": None,
     }
 
 

@@ -61,5 +61,12 @@ def test_every_argument_of_megatrons_trainer_has_a_class(tmp_path: Path) -> None
 
 
 def test_settings_that_are_called_megatrons_are(tmp_path: Path) -> None:
-    names = arguments(tmp_path) | {"norm_epsilon", "fp8_format", "persist_layer_norm", "tokenizer_special_tokens", "attention_backend"}
+    names = arguments(tmp_path) | {
+        "norm_epsilon",
+        "fp8_format",
+        "persist_layer_norm",
+        "tokenizer_special_tokens",
+        "attention_backend",
+        "apply_layernorm_1p",
+    }
     assert [item.flag for item in settings() if not is_ours(item) and item.name not in names] == []

@@ -28,14 +28,32 @@ DOMINO_ONLY = frozenset(
 """Settings that Megatron does not have, beside those that begin with ``--domino-``."""
 
 
+DIFFERENT_DEFAULTS = {
+    "--fp8-recipe": ("delayed: scales from a history of earlier steps", "tensorwise: each tensor's scale from itself"),
+    "--no-mask-padded-vocab": ("on: padded vocabulary rows take part in the softmax", "off: they do not"),
+    "--overlap-grad-reduce": ("off", "on; the result is the same"),
+    "--distributed-backend": ("nccl", "nccl on GPUs, else gloo"),
+    "--check-for-nan-in-loss-and-grad": ("on: the first such step ends the run", "--max-skipped-steps of them are skipped"),
+    "--tokenizer-type": ("none", "GPT2BPETokenizer if --vocab-file and --merge-file are given"),
+}
+"""Flags whose defaults are others than Megatron's: Megatron's, and ours."""
+
+
 def page() -> str:
     """The whole page."""
-    return "\n".join([INTRODUCTION, *_works(), *_class("accepted"), *_class("refused")]) + "\n"
+    return "\n".join([INTRODUCTION, *_different(), *_works(), *_class("accepted"), *_class("refused")]) + "\n"
 
 
 def is_ours(setting: Setting) -> bool:
     """Whether Megatron has no such flag."""
     return setting.flag.startswith("--domino-") or setting.flag in DOMINO_ONLY
+
+
+def _different() -> Iterator[str]:
+    yield "## Defaults that differ\n\n| flag | Megatron's default | here |\n|---|---|---|"
+    for flag, (theirs, ours) in DIFFERENT_DEFAULTS.items():
+        yield f"| `{flag}` | {theirs} | {ours} |"
+    yield ""
 
 
 def _works() -> Iterator[str]:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from domino_lm.config.arguments import build_parser, config_from_values, parse_arguments
+from domino_lm.config.arguments import build_parser, config_from_values, parse_arguments, parse_command
 from domino_lm.config.presets import PRESETS
 from domino_lm.config.schema import NO_DEFAULT, field_docstrings, flat_values, settings
 from domino_lm.config.settings import ConfigError, ModelConfig, RunConfig
 from domino_lm.launch.checks import run_faults
+from domino_lm.launch.file_checks import file_faults
 
 SURFACE = Path(__file__).parent / "cli_surface.txt"
 REQUIRED = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10"
@@ -124,12 +125,12 @@ def test_a_wrong_value_is_named_with_its_flag(line: str, message: str) -> None:
 
 def test_unknown_refused_and_wrong_flags_and_missing_settings_stand_in_one_message() -> None:
     with pytest.raises(ConfigError) as raised:
-        parse("--preset gpt3-125m --micro-batch-size x --normalization y --bogus 1 --optimizer sgd --train-iters")
+        parse("--preset gpt3-125m --micro-batch-size x --normalization y --bogus 1 --zero-stage 2 --train-iters")
     lines = str(raised.value).splitlines()
     assert lines[0] == "6 settings cannot work:"
     starts = (
         "--bogus is not a flag",
-        "--optimizer sgd: AdamW",
+        "--zero-stage 2: say",
         "--micro-batch-size: invalid",
         "--normalization: invalid",
         "--train-iters:",
@@ -140,9 +141,57 @@ def test_unknown_refused_and_wrong_flags_and_missing_settings_stand_in_one_messa
 
 def test_contradictions_stand_beside_unknown_and_refused_flags() -> None:
     with pytest.raises(ConfigError) as raised:
-        parse_arguments(f"{REQUIRED} --bogus 1 --optimizer sgd --bf16 --fp16".split(), lambda run: run_faults(run, 1))
-    for text in ("--bogus is not a flag", "--optimizer sgd: AdamW", "--bf16 and --fp16 are both given"):
+        parse_arguments(f"{REQUIRED} --bogus 1 --zero-stage 2 --bf16 --fp16".split(), lambda run: run_faults(run, 1))
+    for text in ("--bogus is not a flag", "--zero-stage 2: say", "--bf16 and --fp16 are both given"):
         assert str(raised.value).count(text) == 1
+
+
+def everything_wrong(tmp_path: Path) -> str:
+    """A command line with a fault of each kind."""
+    (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 2\nglobal_batch_size = 'many'\n")
+    return (
+        f"--config {tmp_path}/run.toml --num-layers 4 --hidden-size 128 --num-attention-heads 3 --lr fast --bogus 1 --zero-stage 2 "
+        "--eval-iters -1 --bf16 --fp16 --train-iters 10 --data-path nowhere/tokens --vocab-size 100 --tensor-model-parallel-size 2 "
+        "--no-position-embedding --load x --use-checkpoint-args --tokenizer-type NullTokenizer --tokenizer-special-tokens a --save-interval 3"
+    )
+
+
+def test_faults_of_every_kind_stand_in_one_message(tmp_path: Path) -> None:
+    def damaged(*_: object) -> None:
+        raise ConfigError("--use-checkpoint-args: x is damaged")
+
+    with pytest.raises(ConfigError) as raised:
+        parse_command(everything_wrong(tmp_path).split(), damaged, lambda run: run_faults(run, 2), files_of=file_faults)
+    starts = (
+        "--bogus is not a flag",
+        "--zero-stage 2: say",
+        "--lr: invalid float",
+        "--config ",
+        "--use-checkpoint-args: x is damaged",
+        "--micro-batch-size: no value",
+        "--no-position-embedding: models",
+        "--eval-iters -1 must be 0 or more",
+        "--hidden-size 128 does not divide into --num-attention-heads 3",
+        "--tensor-model-parallel-size 2 does not divide --num-attention-heads 3",
+        "--bf16 and --fp16 are both given",
+        "--tokenizer-special-tokens has no meaning",
+        "the data nowhere/tokens needs",
+    )
+    lines = [line.removeprefix("  - ") for line in str(raised.value).splitlines()[1:]]
+    assert [start for start in starts if not any(line.startswith(start) for line in lines)] == [], "\n".join(lines)
+    assert len(lines) == len(starts), "\n".join(lines)
+
+
+def test_a_missing_setting_is_no_reason_to_find_fault_with_others() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_arguments(
+            "--mock-data --vocab-size 100 --global-batch-size 8 --tensor-model-parallel-size 2".split(), lambda run: run_faults(run, 2)
+        )
+    lines = str(raised.value).splitlines()
+    assert [line.split(":")[0].split(" says")[0] for line in lines[1:]] == [
+        "  - --num-layers, --hidden-size, --num-attention-heads, --seq-length, --lr, --micro-batch-size",
+        "  - --train-iters or --train-samples",
+    ]
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:

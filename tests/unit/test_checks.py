@@ -86,7 +86,25 @@ def test_sound_settings_pass(flags: str) -> None:
         ("--micro-batch-size 0", 1, ["--micro-batch-size 0"]),
         ("--tokenizer-type GPT2BPETokenizer", 1, ["GPT2BPETokenizer", "--vocab-file and --merge-file"]),
         ("--eod-mask-loss", 1, ["--eod-mask-loss", "--tokenizer-type"]),
-        ("--save-interval 5", 1, ["--save-interval 5", "--save"]),
+        ("--decoupled-lr 1e-5 --min-lr 1e-4", 1, ["--min-lr 0.0001", "--decoupled-lr 1e-05", "lower --decoupled-min-lr"]),
+        ("--decoupled-lr 1e-5 --decoupled-min-lr 1e-4", 1, ["--decoupled-min-lr 0.0001", "--decoupled-lr 1e-05"]),
+        ("--decoupled-lr 1e-5 --lr-warmup-init 1e-4", 1, ["--lr-warmup-init 0.0001", "--decoupled-lr 1e-05"]),
+        ("--start-weight-decay 0.1", 1, ["--start-weight-decay 0.1", "--weight-decay-incr-style linear or cosine"]),
+        ("--end-weight-decay 0.1 --weight-decay-incr-style linear", 1, ["--weight-decay-incr-style linear", "give both"]),
+        (
+            "--start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear --cuda-graph",
+            1,
+            ["--weight-decay-incr-style linear", "--cuda-graph", "leave one out"],
+        ),
+        ("--optimizer sgd --apex-optimizer", 1, ["--apex-optimizer", "--optimizer sgd", "leave one out"]),
+        ("--optimizer sgd --exp-avg-dtype bf16", 1, ["--exp-avg-dtype bf16", "--optimizer sgd"]),
+        ("--sgd-momentum 1", 1, ["--sgd-momentum 1.0", "below 1"]),
+        ("--iterations-to-skip 3 0", 1, ["--iterations-to-skip 0", "from 1"]),
+        ("--skip-train --eval-iters 0", 1, ["--skip-train", "--eval-iters 0"]),
+        ("--eval-micro-batch-size 3", 1, ["--global-batch-size 2", "--eval-micro-batch-size 3", "--eval-global-batch-size 3"]),
+        ("--eval-global-batch-size 5", 1, ["--eval-global-batch-size 5", "--micro-batch-size 2", "--eval-global-batch-size 4 or 6"]),
+        ("--rotary-seq-len-interpolation-factor 2", 1, ["--rotary-seq-len-interpolation-factor", "--position-embedding-type rope"]),
+        ("--tokenizer-type NullTokenizer --tokenizer-hf-no-include-special-tokens", 1, ["no meaning", "HuggingFaceTokenizer"]),
         ("--train-samples 10", 1, ["--train-iters or --train-samples", "both are given"]),
         ("--lr-warmup-samples 8", 1, ["--lr-warmup-samples 8", "--train-iters", "use --lr-warmup-iters"]),
         ("--lr-decay-style WSD", 1, ["WSD", "--lr-wsd-decay-iters"]),
@@ -140,7 +158,7 @@ def test_a_wrong_combination_names_flags_values_and_the_way_out(flags: str, worl
     assert [name for name in names if name not in message] == [], message
 
 
-APART = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2"
+APART = "--preset gpt3-125m --lr 1e-3 --micro-batch-size 2"
 
 
 @pytest.mark.parametrize(
@@ -200,15 +218,21 @@ def cases_of(test: Any) -> list[Any]:
 
 def test_the_data_and_the_vocabulary_must_be_named() -> None:
     with pytest.raises(ConfigError) as raised:
-        check_run(parse_arguments("--preset debug-gpt --lr 1 --micro-batch-size 1 --train-iters 1".split()), 1)
+        check_run(parse_arguments("--preset gpt3-125m --lr 1 --micro-batch-size 1 --train-iters 1".split()), 1)
     assert "--data-path" in str(raised.value)
     assert "--tokenizer-type" in str(raised.value)
 
 
 def test_every_fault_is_listed_at_once() -> None:
-    message = faults("--tensor-model-parallel-size 3 --domino-row-slices 5 --save-interval 2", 3)
+    message = faults("--tensor-model-parallel-size 3 --domino-row-slices 5 --no-save-optim", 3)
     assert message.startswith("4 settings cannot work:")
-    assert all(flag in message for flag in ("--num-attention-heads 4", "MLP width 512", "--domino-row-slices 5", "--save-interval 2"))
+    assert all(flag in message for flag in ("--num-attention-heads 4", "MLP width 512", "--domino-row-slices 5", "--no-save-optim"))
+
+
+def test_numbers_out_of_range_do_not_hide_other_faults() -> None:
+    message = faults("--eval-iters -1 --num-layers 0 --bf16 --fp16")
+    assert message.startswith("3 settings cannot work:")
+    assert all(text in message for text in ("--eval-iters -1 must", "--num-layers 0 must", "--bf16 and --fp16"))
 
 
 def test_the_batch_defaults_to_one_micro_batch_a_replica() -> None:

@@ -177,7 +177,7 @@ def changed(tmp_path: Path, name: str, **settings: Any) -> Path:
     [
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}}, "scaled by 'yarn'"),
         ("llama", {"rope_parameters": {**MODELS["llama31"]["rope_parameters"], "low_freq_factor": 2.0}}, "scaled with low_freq_factor 2.0"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": None}, "scaled by 'linear'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "scaled by 'dynamic'"),
         ("llama", {"attention_bias": True}, "attention_bias True with mlp_bias False"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
         ("llama", {"model_type": "qwen2"}, "model_type 'qwen2' is not read"),

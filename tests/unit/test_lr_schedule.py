@@ -177,3 +177,61 @@ def test_a_checkpoint_that_counted_full_batches_is_told_so_with_the_samples_that
     assert LearningRateSchedule.of(by_samples, replace(RAMP, train_iters=None, train_samples=400)).shape == old.shape
     run.load_state_dict(old.state_dict(), use_checkpoint=True)
     assert run.value() == old.value()
+
+
+def test_embedding_and_output_layer_follow_the_same_shape_between_rates_of_their_own() -> None:
+    own = replace(MEGATRON, decoupled_lr=2e-2, decoupled_min_lr=1e-3)
+    batches = BatchPlan(full=BATCH, start=BATCH, train_iters=20)
+    run, alone = LearningRateSchedule.of(own, batches), LearningRateSchedule.of(replace(MEGATRON, lr=2e-2, min_lr=1e-3), batches)
+    for _ in range(21):
+        assert (run.value(), run.decoupled_value()) == (schedule_at(run.samples), alone.value())
+        run.advance(BATCH)
+        alone.advance(BATCH)
+    assert LearningRateSchedule.of(replace(MEGATRON, decoupled_lr=2e-2), batches).decoupled == (2e-2, MEGATRON.min_lr)
+
+
+def schedule_at(samples: int) -> float:
+    return schedule().shape.at(samples)
+
+
+@pytest.mark.parametrize(("style", "shares"), [("linear", [0, 0.25, 0.5, 1, 1]), ("cosine", [0, (1 - 0.5**0.5) / 2, 0.5, 1, 1])])
+def test_weight_decay_grows_from_the_first_step_to_the_end_of_the_run(style: str, shares: list[float]) -> None:
+    own = OptimizerConfig(lr=1.0, start_weight_decay=0.02, end_weight_decay=0.1, weight_decay_incr_style=style)  # type: ignore[arg-type]
+    run = LearningRateSchedule.of(own, BatchPlan(full=BATCH, start=BATCH, train_iters=20))
+    found = []
+    for steps in (0, 5, 10, 20, 25):
+        run.samples = steps * BATCH
+        found.append(run.weight_decay_value())
+    assert found == pytest.approx([0.02 + share * 0.08 for share in shares], rel=1e-14)
+
+
+def test_weight_decay_grows_over_the_samples_that_a_ramp_reads() -> None:
+    own = OptimizerConfig(lr=1.0, start_weight_decay=0.0, end_weight_decay=1.0, weight_decay_incr_style="linear")
+    run = LearningRateSchedule.of(own, RAMP)
+    run.samples = RAMP.samples
+    assert run.weight_decay_value() == 1.0
+
+
+BOTH = replace(MEGATRON, decoupled_lr=2e-2, start_weight_decay=0.0, end_weight_decay=0.1, weight_decay_incr_style="cosine")
+
+
+def test_rates_of_their_own_and_growing_decay_are_resumed_and_refused_like_the_rest() -> None:
+    batches = BatchPlan(full=BATCH, start=BATCH, train_iters=20)
+    old = LearningRateSchedule.of(BOTH, batches)
+    old.advance(80)
+    state = json.loads(json.dumps(old.state_dict()))
+    again, plain = LearningRateSchedule.of(BOTH, batches), LearningRateSchedule.of(MEGATRON, batches)
+    again.load_state_dict(state)
+    assert (again.decoupled_value(), again.weight_decay_value()) == (old.decoupled_value(), old.weight_decay_value())
+    with pytest.raises(ConfigError, match=r"decoupled_peak 0.02 in the checkpoint, None now.*weight_decay_start 0.0 in the checkpoint"):
+        plain.load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"decoupled_peak None in the checkpoint, 0.02 now"):
+        LearningRateSchedule.of(BOTH, batches).load_state_dict(plain.state_dict())
+    plain.load_state_dict(state, use_checkpoint=True)
+    assert (plain.decoupled, plain.weight_decay) == (old.decoupled, old.weight_decay)
+    again.load_state_dict(LearningRateSchedule.of(MEGATRON, batches).state_dict(), use_checkpoint=True)
+    assert (again.decoupled, again.weight_decay) == (None, None)
+
+
+def test_a_run_without_them_keeps_the_state_that_it_had() -> None:
+    assert [name for name in schedule().state_dict() if name.startswith(("decoupled", "weight_decay"))] == []

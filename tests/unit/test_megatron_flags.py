@@ -79,14 +79,11 @@ def test_the_script_for_gpt3_runs_without_its_pipeline() -> None:
         parse_command(GPT3_175B.split())
 
 
-def test_the_script_for_llama3_is_refused_for_its_second_learning_rate_alone() -> None:
-    with pytest.raises(ConfigError) as raised:
-        parse_command(LLAMA3_8B.split())
-    refused = {word for word in str(raised.value).replace(":", " ").split() if word.startswith("--")}
-    assert {"--decoupled-lr", "--decoupled-min-lr"} <= refused
-    without = LLAMA3_8B.replace("--decoupled-lr 5.0e-4", "").replace("--decoupled-min-lr 4.5e-5", "")
-    check_run(parse_command(without.split()).run, 8)
-    assert not refused & {"--apply-layernorm-1p", "--profile", "--no-mmap-bin-files", "--ckpt-format", "--context-parallel-size"}
+def test_the_script_for_llama3_runs_as_it_is() -> None:
+    command = parse_command(LLAMA3_8B.split())
+    check_run(command.run, 8)
+    said = [text for text in command.ignored if text.startswith("--fp8-amax-history-len")]
+    assert "Megatron's default, delayed scaling, takes it from a history" in said[0]
 
 
 def test_flags_that_ask_for_nothing_else_are_ignored_with_their_reason() -> None:
@@ -105,8 +102,16 @@ def test_flags_that_ask_for_nothing_else_are_ignored_with_their_reason() -> None
     ("flags", "message"),
     [
         ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: pipeline parallelism is not there"),
-        ("--optimizer sgd", r"--optimizer sgd: AdamW is the only optimizer \(only adam is accepted\)"),
-        ("--ckpt-format torch", "domino-lm-convert writes others"),
+        ("--head-lr-mult 2", r"--head-lr-mult 2: .* by --decoupled-lr \(only 1.0 or 1 is accepted\)"),
+        ("--ckpt-format fsdp_dtensor", "domino-lm-convert writes others"),
+        ("--data-impl lazy", "--data-impl lazy: token files are pairs of .bin and .idx: make them anew"),
+        ("--activations-checkpoint-method uniform", "say --recompute-granularity full --recompute-method"),
+        ("--activations-checkpoint-num-layers 2", "say --recompute-num-layers"),
+        ("--checkpoint-num-layers 2", "say --recompute-num-layers"),
+        ("--zero-stage 2", "--zero-stage 2: say --use-distributed-optimizer .* optim_grads"),
+        ("--num-epochs 3", "--num-epochs 3: say --train-iters or --train-samples"),
+        ("--use-mpi", "--use-mpi: torchrun's RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR"),
+        ("--deepspeed --deepspeed_config ds.json", "--deepspeed_config ds.json: DeepSpeed does not run here"),
         ("--moe-router-topk 2", "--moe-router-topk 2: experts are not there"),
         ("--fim-data --fim-rate 0.5", "--fim-data: samples are not rearranged[^\n]*\n.*--fim-rate 0.5: samples"),
         ("--no-position-embedding", "--no-position-embedding: models without positions are not there"),
@@ -127,6 +132,9 @@ def test_what_is_not_there_is_refused_by_name(flags: str, message: str) -> None:
         "--no-load-rng --no-save-rng --auto-detect-ckpt-format --ckpt-format torch_dist",
         "--cp-comm-type p2p p2p --seed 3",
         "--one-logger-project name --wandb-entity me",
+        "--data-impl mmap --mmap-warmup --DDP-impl local --no-contiguous-buffers-in-local-ddp --fp32-allreduce",
+        "--no-query-key-layer-scaling --log-batch-size-to-tensorboard --local_rank 0 --zero-stage 0 --checkpoint-num-layers 1",
+        "--ckpt-format torch",
     ],
 )
 def test_what_asks_for_nothing_is_accepted(flags: str) -> None:
@@ -169,3 +177,14 @@ def test_settings_that_megatron_does_not_have_are_not_called_megatrons() -> None
     ours = {item.flag for item in settings() if is_ours(item)}
     assert "--domino-row-slices" in ours
     assert "--num-layers" not in ours
+
+
+def test_older_spellings_set_what_they_always_set() -> None:
+    run = parse_command(f"{REQUIRED} --load x --override-lr-scheduler --wandb-name job".split()).run
+    assert (run.checkpoint.override_opt_param_scheduler, run.logging.wandb_exp_name) == (True, "job")
+    assert parse_command(f"{REQUIRED} --use-checkpoint-lr-scheduler".split()).run.checkpoint.use_checkpoint_opt_param_scheduler
+
+
+def test_another_format_of_checkpoints_is_told_in_one_line_that_names_the_converter() -> None:
+    (line,) = parse_command(f"{REQUIRED} --ckpt-format torch".split()).ignored
+    assert line == ("--ckpt-format torch: checkpoints are written in the torch_dist layout; domino-lm-convert writes others")

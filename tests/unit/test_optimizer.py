@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from domino_lm.config.settings import OptimizerConfig
 from domino_lm.model.build import build_stack
 from domino_lm.model.parameter import Parameter, ParameterSpec
+from domino_lm.model.parameter_groups import Group
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.training.loss_scale import LossScale
-from domino_lm.training.optimizer import Optimizer, takes_weight_decay
+from domino_lm.training.optimizer import Optimizer, Rates
 from tests.distributed.models import GPT
 from tests.golden.model_files import load_curves
 
@@ -32,7 +34,7 @@ def make_parameters(dtype: torch.dtype = torch.float64) -> list[Parameter]:
     return parameters
 
 
-def make_optimizer(parameters: list[Parameter], **changes: float) -> Optimizer:
+def make_optimizer(parameters: list[Parameter], **changes: Any) -> Optimizer:
     return Optimizer(parameters, dataclasses.replace(CONFIG, **changes), Communicator.single())
 
 
@@ -75,7 +77,7 @@ def test_updates_equal_adamw_by_its_formula(scale: float) -> None:
 def test_decay_groups_are_megatrons() -> None:
     names = {True: set(), False: set()}
     for parameter in build_stack(GPT, Communicator.single(), 1).parameters():
-        names[takes_weight_decay(parameter)].add(parameter.spec.name)
+        names[Group.of(parameter.spec.name, parameter.dim()).decays].add(parameter.spec.name)
     decaying, plain = load_curves("train_gpt_tp1_dp1")["weight_decay_groups"]
     assert names == {True: set(decaying["names"]), False: set(plain["names"])}
 
@@ -165,3 +167,70 @@ def test_a_loss_that_is_not_finite_keeps_everything_though_gradients_are() -> No
     assert torch.isfinite(info.grad_norm)
     assert all(torch.equal(parameter, old) for parameter, old in zip(parameters, before, strict=True))
     assert all(not moment.any() for moment in (*optimizer.exp_avg, *optimizer.exp_avg_sq))
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_sgd_equals_its_formula_with_the_decay_added_to_the_gradient(momentum: float) -> None:
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters, optimizer="sgd", sgd_momentum=momentum, clip_grad=0.0)
+    assert list(optimizer.moments) == ["momentum_buffer"]
+    weights = [p.detach().clone() for p in parameters]
+    kept = [torch.zeros_like(w) for w in weights]
+    for step in (1, 2, 3):
+        gradients = set_gradients(parameters, step)
+        optimizer.step(0.01)
+        for w, g, m in zip(weights, gradients, kept, strict=True):
+            m.mul_(momentum).add_(g + (0.1 if w.dim() == 2 else 0.0) * w)
+            w.sub_(0.01 * m)
+    for parameter, expected in zip(parameters, weights, strict=True):
+        torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-12)
+    assert optimizer.step_count == 3
+
+
+def test_sgd_changes_nothing_on_a_gradient_that_is_not_finite() -> None:
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters, optimizer="sgd")
+    set_gradients(parameters, 1)
+    optimizer.step(0.01)
+    before = [t.clone() for t in (*map(torch.Tensor.detach, parameters), *optimizer.moments["momentum_buffer"])]
+    set_gradients(parameters, 2)
+    parameters[0].main_grad[0, 0] = math.nan
+    assert optimizer.step(0.01).found_inf == 1
+    after = [*map(torch.Tensor.detach, parameters), *optimizer.moments["momentum_buffer"]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert optimizer.step_count == 1
+
+
+def named_parameters() -> list[Parameter]:
+    shapes = {
+        "embedding.word_embeddings.weight": (8, 4),
+        "embedding.position_embeddings.weight": (5, 4),
+        "decoder.layers.0.mlp.linear_fc1.weight": (6, 4),
+        "decoder.layers.0.mlp.linear_fc1.bias": (6,),
+        "output_layer.weight": (8, 4),
+    }
+    parameters = []
+    for number, (name, shape) in enumerate(shapes.items()):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        parameters.append(Parameter.of(values, ParameterSpec(name=name, key=name, shape=shape)))
+        parameters[-1].main_grad = torch.zeros(shape, dtype=torch.float64)
+    return parameters
+
+
+def test_each_group_is_updated_at_its_rate_and_its_decay() -> None:
+    """As by optimizers of its own for each weight."""
+    parameters, apart = named_parameters(), named_parameters()
+    together = Optimizer(
+        parameters, dataclasses.replace(CONFIG, decoupled_lr=1.0, clip_grad=0.0), Communicator.single(), embeddings_decay=False
+    )
+    singles = [Optimizer([parameter], dataclasses.replace(CONFIG, clip_grad=0.0), Communicator.single()) for parameter in apart]
+    for step in (1, 2):
+        set_gradients(parameters, step)
+        set_gradients(apart, step)
+        together.step(Rates(0.01, 0.03, 0.2))
+        for single in singles:
+            name = single.parameters[0].spec.name
+            own = 0.03 if name.startswith(("embedding.word", "output")) else 0.01
+            single.step(Rates(own, None, 0.0 if name.startswith("embedding") else 0.2))
+    for parameter, expected in zip(parameters, apart, strict=True):
+        torch.testing.assert_close(parameter.detach(), expected.detach(), rtol=0, atol=1e-12)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from domino_lm.checkpoint import megatron_state
-from domino_lm.checkpoint.blocks import OPTIMIZER_PREFIX, Block, blocks_of, plan_reads, read_blocks, write_blocks
+from domino_lm.checkpoint.blocks import Block, blocks_of, plan_reads, read_blocks, write_blocks
 from domino_lm.checkpoint.convert.stored_model import StoredModel, tensors
 from domino_lm.checkpoint.folder import BACKEND_FILE, Kind
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
@@ -22,7 +22,7 @@ from domino_lm.checkpoint.megatron_legacy import Role
 from domino_lm.checkpoint.publish import sync_file, write_synced
 from domino_lm.checkpoint.record import STATE_FILE, native_record, read_native_record
 from domino_lm.checkpoint.save_load import SHARDED_BACKEND, write_native_files
-from domino_lm.checkpoint.source import WORD_EMBEDDINGS, prefix_of, read_megatron_record, word_embeddings
+from domino_lm.checkpoint.source import WORD_EMBEDDINGS, moments_of, prefix_of, read_megatron_record, word_embeddings
 from domino_lm.config.settings import ModelConfig
 from domino_lm.model.families.transformer import without_redundant_settings
 from domino_lm.model.parameter import ParameterSpec
@@ -71,8 +71,9 @@ def _stored(kind: Kind, files: StoredFiles, metadata: Metadata, record: Mapping[
         softmax_rows=record["softmax_rows"] or (record["vocab_size"] if model.mask_padded_vocab else rows),
         dtype=table.properties.dtype,
         iteration=record["iteration"],
-        optimizer_steps=record["optimizer_steps"] if _has_moments(metadata) else None,
+        optimizer_steps=record["optimizer_steps"] if moments_of(metadata) else None,
         state=record["state"],
+        moments=moments_of(metadata),
         read=_reader(files, metadata, rows),
     )
 
@@ -113,8 +114,9 @@ def _common_state(stored: StoredModel, tensor_parallel: int, rows: int) -> dict[
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }
     if stored.optimizer_steps is not None:
-        steps = torch.tensor(float(stored.optimizer_steps))
-        optimizer: dict[str, Any] = {"state": {"common_step": steps}, "param_groups": megatron_state.param_groups(stored.state)}
+        counted = {"common_step": torch.tensor(float(stored.optimizer_steps))} if "exp_avg" in stored.moments else {}
+        members = megatron_state.grouped(stored.state, stored.model, stored.specs())
+        optimizer: dict[str, Any] = {"state": counted, "param_groups": megatron_state.param_groups(stored.state, members, stored.moments)}
         common["optimizer"] = optimizer if stored.dtype.itemsize >= 4 else {"optimizer": optimizer}
         scaler = megatron_state.grad_scaler_state(stored.state)
         if stored.dtype == torch.float16 and scaler is not None:
@@ -170,10 +172,6 @@ def _reader(files: StoredFiles, metadata: Metadata, rows: int) -> Callable[[Para
         return values
 
     return read
-
-
-def _has_moments(metadata: Metadata) -> bool:
-    return f"{OPTIMIZER_PREFIX}state.exp_avg.{WORD_EMBEDDINGS}" in metadata.state_dict_metadata
 
 
 def _saved(value: Any) -> bytes:

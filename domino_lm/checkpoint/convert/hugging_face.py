@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from domino_lm.checkpoint.convert.hugging_face_layout import Layout, layout_for, read_settings
+from domino_lm.checkpoint.convert.hugging_face_layout import Layout, is_norm_weight, layout_for, read_settings
 from domino_lm.checkpoint.convert.stored_model import StoredModel, parameter_specs
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.megatron_legacy import Role
@@ -90,7 +90,7 @@ def write_hugging_face(stored: StoredModel, folder: Path) -> None:
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for spec in specs:
-            whole = stored.tensor(spec, "weight", stored.model.vocab_size, stored.dtype)
+            whole = _plain(stored, spec)
             tensors |= {piece: make(whole).clone(memory_format=torch.contiguous_format) for piece, make in layout.pieces(spec.name)}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         shutil.copymode(folder / CONFIG_FILE, folder / name)  # safetensors writes files that only their owner can read
@@ -99,6 +99,14 @@ def write_hugging_face(stored: StoredModel, folder: Path) -> None:
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(places.items()))}
         write_synced(folder / INDEX_FILE, json.dumps(index, indent=2).encode())
+
+
+def _plain(stored: StoredModel, spec: ParameterSpec) -> Tensor:
+    """A weight as models of Hugging Face's have it: those of norms that are kept less 1 get it back, before they are rounded."""
+    assert stored.model.vocab_size is not None
+    if not (stored.model.apply_layernorm_1p and is_norm_weight(spec.name)):
+        return stored.tensor(spec, "weight", stored.model.vocab_size, stored.dtype)
+    return (stored.tensor(spec, "weight", stored.model.vocab_size, torch.float32) + 1).to(stored.dtype)
 
 
 def _config(stored: StoredModel, settings: dict[str, Any]) -> dict[str, Any]:

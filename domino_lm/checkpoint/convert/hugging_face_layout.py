@@ -175,11 +175,16 @@ class Llama(Layout):
             "hidden_act": "silu",
             "rms_norm_eps": model.norm_epsilon,
             "rope_theta": model.rotary_base,
-            **({"rope_scaling": _llama3_scaling(model.rope_scaling_factor)} if model.use_rope_scaling else {}),
+            **({"rope_scaling": scaling} if (scaling := _scaling(model)) else {}),
             "attention_bias": model.add_bias_linear,
             "mlp_bias": model.add_bias_linear,
             "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         }
+
+
+def is_norm_weight(name: str) -> bool:
+    """Whether a parameter, by Megatron's name, is the weight of a norm."""
+    return name.endswith("layernorm.weight")
 
 
 def layout_for(model: ModelConfig) -> Layout:
@@ -211,6 +216,8 @@ def _not_llama(model: ModelConfig) -> Iterator[str]:
         yield "LLaMA has rotary positions"
     if model.normalization != "RMSNorm" or not model.swiglu:
         yield "LLaMA has RMSNorm and SwiGLU"
+    if model.use_rope_scaling and model.rotary_seq_len_interpolation_factor is not None:
+        yield "LLaMA's positions are scaled in one way, not by --use-rope-scaling and --rotary-seq-len-interpolation-factor at once"
 
 
 def read_settings(config: Mapping[str, Any], where: str) -> Layout:
@@ -290,13 +297,23 @@ def _rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     base = {"rotary_base": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))}
     if kind == "default":
         return base
+    if kind == "linear":
+        return {**base, "rotary_seq_len_interpolation_factor": float(rope["factor"])}
     if kind != "llama3":
-        raise CheckpointError(f"{where}: rotary positions scaled by {kind!r} are not in this program; those of llama3 are")
+        raise CheckpointError(f"{where}: rotary positions scaled by {kind!r} are not in this program; those of llama3 and linear are")
     expected = _llama3_scaling(rope["factor"])
     foreign = [f"{name} {rope.get(name)}" for name in expected if name != "rope_type" and rope.get(name) != expected[name]]
     if foreign:
         raise CheckpointError(f"{where}: rotary positions scaled with {', '.join(foreign)}; only {expected} is computed here")
     return {**base, "use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def _scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """What a ``config.json`` says of a model's scaled frequencies or positions."""
+    if model.use_rope_scaling:
+        return _llama3_scaling(model.rope_scaling_factor)
+    factor = model.rotary_seq_len_interpolation_factor
+    return None if factor is None else {"rope_type": "linear", "factor": factor}
 
 
 def _llama3_scaling(factor: float) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def read_legacy(path: Path, model: ModelConfig | None = None) -> StoredModel:
         iteration=record["iteration"],
         optimizer_steps=record["optimizer_steps"] if checkpoint.has_optimizer else None,
         state=record["state"],
+        moments=checkpoint.moments,
         read=checkpoint.whole,
     )
     checkpoint.check(stored.specs(), with_optimizer=False)
@@ -91,17 +92,15 @@ def _model_part(stored: StoredModel, specs: Sequence[ParameterSpec], shard: Shar
 
 
 def _optimizer_part(stored: StoredModel, specs: Sequence[ParameterSpec], shard: ShardOf) -> dict[str, Any]:
-    """Adam's state: numbers run through what decays, then through the rest; weights in half precision have fp32 copies beside them."""
-    grouped = [[spec for spec in specs if decays(spec) == first] for first in (True, False)]
+    """The optimizer's state: numbers run through its groups; weights in half precision have fp32 copies beside them."""
+    members = megatron_state.grouped(stored.state, stored.model, specs)
+    grouped = list(members.values())
     numbers = {spec.name: number for number, spec in enumerate(spec for group in grouped for spec in group)}
-    pairs = zip(megatron_state.param_groups(stored.state), grouped, strict=True)
+    pairs = zip(megatron_state.param_groups(stored.state, members, stored.moments), grouped, strict=True)
     groups = [{**settings, "params": [numbers[spec.name] for spec in members]} for settings, members in pairs]
+    counted = {"step": torch.tensor(float(stored.optimizer_steps or 0))} if "exp_avg" in stored.moments else {}
     state = {
-        numbers[spec.name]: {
-            "step": torch.tensor(float(stored.optimizer_steps or 0)),
-            "exp_avg": shard(spec, "exp_avg", torch.float32),
-            "exp_avg_sq": shard(spec, "exp_avg_sq", torch.float32),
-        }
+        numbers[spec.name]: {**counted, **{name: shard(spec, name, torch.float32) for name in stored.moments}}
         for group in grouped
         for spec in group
     }
@@ -111,8 +110,3 @@ def _optimizer_part(stored: StoredModel, specs: Sequence[ParameterSpec], shard: 
     copies = [[shard(spec, "weight", torch.float32) for spec in group] for group in grouped]
     scaler = megatron_state.grad_scaler_state(stored.state) if stored.dtype == torch.float16 else None
     return {"optimizer": optimizer, "fp32_from_fp16_params": copies} | ({"grad_scaler": scaler} if scaler is not None else {})
-
-
-def decays(spec: ParameterSpec) -> bool:
-    """Whether a parameter is in Megatron's group with weight decay."""
-    return len(spec.shape) >= 2

@@ -19,6 +19,7 @@ from domino_lm.config.settings import ModelConfig
 from domino_lm.model.build import build_stack
 from domino_lm.model.families.lookup import family_of
 from domino_lm.model.parameter import ParameterSpec
+from domino_lm.model.parameter_groups import Moment
 from domino_lm.parallel.collectives import Communicator
 
 # Megatron's order of the parameters of a layer, by which its optimizer numbers them.
@@ -47,10 +48,13 @@ class StoredModel:
 
     iteration: int
     optimizer_steps: int | None
-    """Updates that Adam has made; None if the checkpoint holds no moments."""
+    """Updates that the optimizer has made; None if the checkpoint holds no moments."""
 
     state: dict[str, Any]
     """Training state, in the form of native checkpoints."""
+
+    moments: tuple[Moment, ...] = ()
+    """What the optimizer keeps of each weight."""
 
     read: Callable[[ParameterSpec, Role], Tensor]
     """The unsharded tensor of a parameter, vocabulary rows as stored."""
@@ -61,7 +65,7 @@ class StoredModel:
 
     def roles(self) -> tuple[Role, ...]:
         """What is stored of each parameter."""
-        return ("weight",) if self.optimizer_steps is None else ("weight", "exp_avg", "exp_avg_sq")
+        return ("weight",) if self.optimizer_steps is None else ("weight", *self.moments)
 
     def shape(self, spec: ParameterSpec, vocab_rows: int) -> tuple[int, ...]:
         """Shape of a parameter's tensor if the vocabulary has ``vocab_rows`` rows."""
@@ -133,6 +137,6 @@ def with_vocabulary(stored: StoredModel, vocab_size: int | None) -> StoredModel:
 
 
 def tensors(stored: StoredModel, roles: tuple[Role, ...]) -> Iterator[tuple[ParameterSpec, Role]]:
-    """Everything to write: all weights, then all first moments, then all second moments."""
+    """Everything to write: all weights, then all moments of a kind, then those of the next."""
     specs = stored.specs()
     return ((spec, role) for role in roles for spec in specs)

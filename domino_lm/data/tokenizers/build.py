@@ -1,7 +1,7 @@
 """The tokenizer that a run's settings name."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from domino_lm.config.data import TokenizerConfig
 from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
@@ -16,7 +16,9 @@ def build_tokenizer(settings: TokenizerConfig, vocab_size: int | None = None) ->
     if kind not in TOKENIZER_TYPES:
         fault = "is needed" if kind is None else f"{kind} is unknown"
         raise TokenizerError(f"--tokenizer-type {fault}; choose one of {', '.join(TOKENIZER_TYPES)}.")
-    _refuse_foreign(settings, kind)
+    foreign = next(foreign_options(settings, kind), None)
+    if foreign is not None:
+        raise TokenizerError(foreign)
     return TOKENIZER_TYPES[kind](settings, vocab_size)
 
 
@@ -32,13 +34,8 @@ def _sentencepiece(settings: TokenizerConfig, vocab_size: int | None) -> Tokeniz
     from domino_lm.data.tokenizers.sentencepiece import LegacySentencePieceTokenizer, SentencePieceTokenizer
 
     path = _require(settings, "tokenizer_model", "a SentencePiece model")
-    special_tokens = settings.tokenizer_special_tokens
     if settings.tokenizer_sentencepiece_legacy:
-        return _load(lambda: LegacySentencePieceTokenizer(path, special_tokens), f"--tokenizer-model {path}")
-    if special_tokens:
-        raise TokenizerError(
-            "--tokenizer-special-tokens works with --tokenizer-sentencepiece-legacy alone; add it, or leave the tokens out."
-        )
+        return _load(lambda: LegacySentencePieceTokenizer(path, settings.tokenizer_special_tokens), f"--tokenizer-model {path}")
     return _load(lambda: SentencePieceTokenizer(path), f"--tokenizer-model {path}")
 
 
@@ -48,6 +45,15 @@ def _hugging_face(settings: TokenizerConfig, vocab_size: int | None) -> Tokenize
     path = _require(settings, "tokenizer_model", "a tokenizer.json or its folder", folder=True)
     include = not settings.tokenizer_hf_no_include_special_tokens
     return _load(lambda: HuggingFaceTokenizer(path, include), f"--tokenizer-model {path}")
+
+
+def _tik(settings: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
+    from domino_lm.data.tokenizers.tik import TikTokenizer
+
+    path = _require(settings, "tokenizer_model", "a JSON list of byte strings by rank")
+    pattern, special = settings.tiktoken_pattern or "v2", settings.tokenizer_special_tokens
+    number = settings.tiktoken_num_special_tokens
+    return _load(lambda: TikTokenizer(path, pattern, vocab_size, number, special), f"--tokenizer-model {path}")
 
 
 def _null(settings: TokenizerConfig, vocab_size: int | None) -> Tokenizer:
@@ -65,26 +71,29 @@ TOKENIZER_TYPES: dict[str, Callable[[TokenizerConfig, int | None], Tokenizer]] =
     "SentencePieceTokenizer": _sentencepiece,
     "GPTSentencePieceTokenizer": _sentencepiece,
     "HuggingFaceTokenizer": _hugging_face,
+    "TikTokenizer": _tik,
     "NullTokenizer": _null,
 }
 OWN_OPTIONS = {
-    "tokenizer_sentencepiece_legacy": _sentencepiece,
-    "tokenizer_special_tokens": _sentencepiece,
-    "tokenizer_hf_no_include_special_tokens": _hugging_face,
-    "null_tokenizer_eod_id": _null,
-    "null_tokenizer_pad_id": _null,
-    "null_tokenizer_extra_eod": _null,
+    "tokenizer_sentencepiece_legacy": (_sentencepiece,),
+    "tokenizer_special_tokens": (_sentencepiece, _tik),
+    "tokenizer_hf_no_include_special_tokens": (_hugging_face,),
+    "null_tokenizer_eod_id": (_null,),
+    "null_tokenizer_pad_id": (_null,),
+    "null_tokenizer_extra_eod": (_null,),
 }
-"""Settings that only one kind of tokenizer knows."""
+"""Settings that only some kinds of tokenizers know."""
 
 
-def _refuse_foreign(settings: TokenizerConfig, kind: str) -> None:
-    for name, builder in OWN_OPTIONS.items():
-        if getattr(settings, name) not in (None, False, ()) and TOKENIZER_TYPES[kind] is not builder:
-            kinds = [known for known, its_builder in TOKENIZER_TYPES.items() if its_builder is builder]
-            raise TokenizerError(
-                f"--{name.replace('_', '-')} has no meaning for --tokenizer-type {kind}; it belongs to {', '.join(kinds)}."
-            )
+def foreign_options(settings: TokenizerConfig, kind: str) -> Iterator[str]:
+    """The fault of each setting that a tokenizer of this kind does not know."""
+    own = TOKENIZER_TYPES[kind]
+    for name, builders in OWN_OPTIONS.items():
+        if getattr(settings, name) not in (None, False, ()) and own not in builders:
+            kinds = [known for known, builder in TOKENIZER_TYPES.items() if builder in builders]
+            yield f"--{name.replace('_', '-')} has no meaning for --tokenizer-type {kind}; it belongs to {', '.join(kinds)}."
+    if own is _sentencepiece and settings.tokenizer_special_tokens and not settings.tokenizer_sentencepiece_legacy:
+        yield "--tokenizer-special-tokens works with --tokenizer-sentencepiece-legacy alone; add it, or leave the tokens out."
 
 
 def _require(settings: TokenizerConfig, field: str, what: str, folder: bool = False) -> str:

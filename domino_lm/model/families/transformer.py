@@ -53,6 +53,8 @@ class Transformer(Family):
             yield f"--hidden-size {model.hidden_size} with --swiglu gives an MLP of width 0; give --ffn-hidden-size."
         elif model.ffn_width % tp:
             yield f"{split} does not divide the MLP width {model.ffn_width}; give --ffn-hidden-size a multiple of {tp}."
+        if model.rotary_seq_len_interpolation_factor is not None and model.position_embedding_type != "rope":
+            yield "--rotary-seq-len-interpolation-factor divides RoPE's positions; give --position-embedding-type rope, or leave it out."
         if model.use_rope_scaling and model.position_embedding_type != "rope":
             yield "--use-rope-scaling scales RoPE's frequencies; give --position-embedding-type rope, or leave it out."
         if model.position_embedding_type == "rope":
@@ -69,6 +71,7 @@ class Transformer(Family):
         idle = (
             ("max_position_embeddings", rope, "RoPE has no table of positions"),
             ("rotary_base", not rope, "positions are learned"),
+            ("rotary_seq_len_interpolation_factor", not rope, "positions are learned"),
             ("rope_scaling_factor", not model.use_rope_scaling, "RoPE's frequencies are not scaled"),
             (
                 "bias_gelu_fusion",
@@ -151,6 +154,8 @@ def without_redundant_settings(model: ModelConfig) -> ModelConfig:
         shorter = replace(model, **{name: defaults[name]})
         model = shorter if getattr(model, resolved) == getattr(shorter, resolved) else model
     tanh, biases = model.gelu_approximation == "tanh", model.add_bias_linear
+    if model.rotary_seq_len_interpolation_factor == 1:
+        model = replace(model, rotary_seq_len_interpolation_factor=None)
     model = replace(model, bias_gelu_fusion=tanh or not biases, openai_gelu=tanh and not biases)
     unread = Transformer(model).unread() if model.model is None else ()
     return replace(model, **{name: defaults[name] for name in unread})

@@ -25,7 +25,8 @@ class TransformerBuilder:
         self.rotation = None
         if model.position_embedding_type == "rope":
             factor = model.rope_scaling_factor if model.use_rope_scaling else None
-            self.rotation = rotation_table(model.seq_length, model.head_width, model.rotary_base, make.dtype, make.device, factor)
+            stretch = model.rotary_seq_len_interpolation_factor
+            self.rotation = rotation_table(model.seq_length, model.head_width, model.rotary_base, make.dtype, make.device, factor, stretch)
 
     def stack(self) -> Stack:
         """The whole chain."""
@@ -84,13 +85,14 @@ class TransformerBuilder:
             return self.weights.vector(path, model.hidden_size, value, layer, key=f"{fused_into}.layer_norm_{field}")
 
         return NormPart(
-            weight("weight", 1.0),
+            weight("weight", 0.0 if model.apply_layernorm_1p else 1.0),
             weight("bias", 0.0) if model.normalization == "LayerNorm" else None,
             epsilon=model.norm_epsilon,
             dropout=model.hidden_dropout,
             site=f"before {name}" if layer is None else f"layer {layer} before {name}",
             branch_bias=branch_bias,
             positions=positions,
+            weight_less_1=model.apply_layernorm_1p,
         )
 
     def _bias(self, layer: int, name: str, sharded_rows: int | None = None, blocks: int = 1) -> Parameter | None:

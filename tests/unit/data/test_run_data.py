@@ -52,7 +52,7 @@ def test_a_full_validation_reads_every_sample_once_over_the_ranks(prefix: str) -
     settings = run(f"--data-path {prefix} --split 1,1,0 --full-validation")
     data = RunData.build(settings, None, mesh())
     (valid,) = data.valid
-    read = [int(token) for rank in range(2) for batch in evaluation_batches(valid, settings, mesh(rank), 1) for token in batch.tokens[0]]
+    read = [int(token) for rank in range(2) for batch in evaluation_batches(valid, settings, mesh(rank)) for token in batch.tokens[0]]
     assert sorted(read) == sorted(int(valid[i]["tokens"][0]) for i in range(len(valid)))
     assert len(read) == (200 - 1) // 4
 
