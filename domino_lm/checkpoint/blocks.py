@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -33,9 +33,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.serialization import _load
 
 from domino_lm.checkpoint.index import CheckpointError, DamagedError, first_line
-from domino_lm.checkpoint.manifest import FileHashes, HashedWriter, StoredFiles
+from domino_lm.checkpoint.manifest import FileHashes, HashedWriter, ReadableBytes, StoredFiles
 from domino_lm.model.parameter import ParameterSpec
 from domino_lm.parallel.collectives import Communicator
 
@@ -309,6 +310,13 @@ def _misfit(folder: Path, faults: Sequence[tuple[str, str]], stored: Mapping[str
     return misfit(folder, [f"{key}: {fault}" for key, fault in faults])
 
 
+def _tensor_in(archive: memoryview) -> Tensor:
+    """The tensor in an archive of torch.save, read as data and not copied: what torch.load does with ``mmap``, of bytes in memory."""
+    reader = torch._C.PyTorchFileReader(ReadableBytes(archive))  # type: ignore[call-overload]
+    storage = torch.frombuffer(archive, dtype=torch.uint8).untyped_storage()
+    return _load(reader, "cpu", _weights_only_unpickler, overall_storage=storage, encoding="utf-8")
+
+
 @torch.no_grad()
 def read_blocks(files: StoredFiles, metadata: Metadata, blocks: Sequence[Block], reads: Mapping[str, Sequence[ReadItem]]) -> None:
     """Fill ``blocks`` from ``files`` as `plan_reads` planned. No collective; tensors are read as data, never as code.
@@ -323,8 +331,7 @@ def read_blocks(files: StoredFiles, metadata: Metadata, blocks: Sequence[Block],
     places = [(metadata.storage_data[item.storage_index], item) for items in reads.values() for item in items]
     for place, item in sorted(places, key=lambda pair: (pair[0].relative_path, pair[0].offset)):  # each part of a file once
         try:
-            with files.open(place.relative_path, place.offset, place.length) as file:
-                stored = torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            stored = _tensor_in(files.part(place.relative_path, place.offset, place.length))
             target = narrow_tensor_by_index(values[_place(item.dest_index)], item.dest_offsets, item.lengths)
             source = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
             if source.shape != target.shape:
@@ -332,5 +339,5 @@ def read_blocks(files: StoredFiles, metadata: Metadata, blocks: Sequence[Block],
             target.copy_(source)
         except Exception as error:
             # Damaged bytes raise different errors in different layers.
-            reason = first_line(files.damage or error)
+            reason = first_line(error)
             raise DamagedError(f"{files.folder}: {item.dest_index.fqn} cannot be read from {place.relative_path}: {reason}") from error

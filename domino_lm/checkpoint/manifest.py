@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from domino_lm.checkpoint.index import DamagedError, first_line, open_regular
 MANIFEST_FILE = "domino_manifest.json"
 BLOCK_BYTES = 1 << 24
 _PIECE_BYTES = 1 << 20  # hashed while they are still in the processor's cache
-_KEPT_BLOCKS = 3  # a tensor's archive is read at both ends first
+_WINDOW_BLOCKS = 6  # tensors seldom end where blocks do: the last block moves to the front when the window is full
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,7 @@ class StoredFiles:
         self.folder, self.manifest = folder, Manifest.read(folder)
         self.verify = verify and self.manifest is not None
         self.block_bytes = BLOCK_BYTES if self.manifest is None else self.manifest.block_bytes
-        self.damage: DamagedError | None = None
-        """What was found last; torch.load may bury it under an error of its own."""
-
-        self._cache: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._window, self._name, self._first, self._count = memoryview(bytearray()), "", 0, 0  # whole blocks of one file, in their order
 
     def faults(self) -> list[str]:
         """One line for each file of the manifest that is absent, no plain file, or of another size."""
@@ -150,59 +146,63 @@ class StoredFiles:
 
     def read(self, name: str) -> bytes:
         """A whole file. Raises DamagedError if it is not what the manifest says, OSError if it cannot be read."""
-        with self.open(name) as file:
-            return file.read()
+        with open_regular(self.folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+        return bytes(self.part(name, 0, size))
 
     def check(self, name: str) -> None:
         """Read a whole file for its hashes alone. Raises as `read` does."""
-        block = bytearray(self.block_bytes)
-        with self.open(name) as file:
-            while file.readinto(block):
-                pass
+        for number in range(len(self._files()[name].blocks)):
+            self.part(name, number * self.block_bytes, 1)
 
-    def open(self, name: str, offset: int = 0, length: int | None = None) -> "StoredFile":
-        """The bytes of a file from ``offset`` on."""
-        if self.verify and name not in self._files():
-            raise DamagedError(f"{self.folder / name}: {MANIFEST_FILE} does not know this file")
-        return StoredFile(self, open_regular(self.folder / name), name, offset, length)
+    def part(self, name: str, offset: int, length: int) -> memoryview:
+        """Bytes of a file, valid until the next call; parts in their order are read once. Raises as `read` does."""
+        first, stop = offset // self.block_bytes, -(-(offset + length) // self.block_bytes)
+        if name != self._name or not self._first <= first < self._first + self._count:
+            self._name, self._first, self._count = name, first, 0
+        with open_regular(self.folder / name) as file:
+            if os.fstat(file.fileno()).st_size < offset + length:
+                raise DamagedError(f"{name} ends before byte {offset + length}")
+            if (stop - self._first) * self.block_bytes > len(self._window):
+                self._move_to(first, stop)
+            while self._first + self._count < stop:
+                self._fill(file, self._first + self._count)
+                self._count += 1
+        begin = offset - self._first * self.block_bytes
+        return self._window[begin : begin + length]
 
-    def block(self, file: io.FileIO, name: str, number: int) -> memoryview:
-        """A verified block of a file."""
-        if (name, number) not in self._cache:
-            size = max(0, min(self.block_bytes, self._files()[name].bytes - number * self.block_bytes))
-            if size == 0:
-                return memoryview(b"")
-            block = memoryview(bytearray(size))
-            self.fill(file, name, number, block)
-            self._cache[name, number] = block
-            while len(self._cache) > _KEPT_BLOCKS:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end((name, number))
-        return self._cache[name, number]
+    def _move_to(self, first: int, stop: int) -> None:
+        """Let the window begin with block ``first`` and have room up to ``stop``; what it holds from there on stays."""
+        kept = self._window[(first - self._first) * self.block_bytes : self._count * self.block_bytes]
+        needed = max(stop - first, _WINDOW_BLOCKS if stop - first > 1 else 1) * self.block_bytes
+        window = self._window if needed <= len(self._window) else memoryview(bytearray(needed))
+        window[: len(kept)] = kept
+        self._window, self._first, self._count = window, first, len(kept) // self.block_bytes
 
-    def fill(self, file: io.FileIO, name: str, number: int, target: memoryview) -> None:
-        """Read a whole block into ``target`` and compare its hash. Raises DamagedError, naming file and bytes, if it differs."""
-        digest, begin, done = xxhash.xxh3_64(), number * self.block_bytes, 0
-        file.seek(begin)
+    def _fill(self, file: io.FileIO, number: int) -> None:
+        """Read block ``number`` to its place in the window, and compare its hash."""
+        place = (number - self._first) * self.block_bytes
+        target, done, digest = self._window[place : place + self.block_bytes], 0, xxhash.xxh3_64()
+        file.seek(number * self.block_bytes)
         while done < len(target) and (count := file.readinto(target[done : done + _PIECE_BYTES])):
-            digest.update(target[done : done + count])
+            if self.verify:
+                digest.update(target[done : done + count])
             done += count
-        if done < len(target) or digest.hexdigest() != self._files()[name].blocks[number]:
-            self.damage = DamagedError(f"{name} is damaged: bytes {begin} to {begin + len(target)} are not those that were written")
-            raise self.damage
+        if self.verify:
+            known = self._files().get(self._name, FileHashes(0, ()))
+            if [digest.hexdigest()] != list(known.blocks[number : number + 1]):
+                begin = number * self.block_bytes
+                raise DamagedError(f"{self._name} is damaged: bytes {begin} to {begin + done} are not those that were written")
 
     def _files(self) -> Mapping[str, FileHashes]:
         return {} if self.manifest is None else self.manifest.files
 
 
-class StoredFile(io.RawIOBase):
-    """A part of one file of `StoredFiles`, as torch.load reads it."""
+class ReadableBytes(io.RawIOBase):
+    """Bytes as a file to read, without a copy of them."""
 
-    def __init__(self, files: StoredFiles, file: io.FileIO, name: str, offset: int, length: int | None) -> None:
-        size = os.fstat(file.fileno()).st_size
-        self._files, self._file, self._name, self._begin = files, file, name, offset
-        self._length = size - offset if length is None else length
-        self._at = 0
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._at = content, 0
 
     def readable(self) -> bool:
         """Yes."""
@@ -213,40 +213,17 @@ class StoredFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Bytes from the part's begin."""
+        """Bytes from the begin."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """As of any file."""
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}[whence]
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        """As much as is left, whole blocks without a copy between. Raises DamagedError as `StoredFiles.fill` does."""
-        wanted = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        done = 0
-        while done < len(wanted):
-            count = self._some(wanted[done:])
-            if count == 0:
-                break
-            done += count
-            self._at += count
-        return done
-
-    def _some(self, target: memoryview) -> int:
-        at = self._begin + self._at
-        if not self._files.verify:
-            self._file.seek(at)
-            return self._file.readinto(target) or 0
-        number, inside = divmod(at, size := self._files.block_bytes)
-        if inside == 0 and len(target) >= size:
-            self._files.fill(self._file, self._name, number, target[:size])
-            return size
-        piece = self._files.block(self._file, self._name, number)[inside : inside + len(target)]
-        target[: len(piece)] = piece
+        """As much as is left."""
+        piece = self._content[self._at : self._at + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
         return len(piece)
-
-    def close(self) -> None:
-        """The file too."""
-        self._file.close()
-        super().close()

@@ -409,15 +409,24 @@ def test_a_rank_reads_what_it_loads_and_each_block_once(tmp_path: Path, monkeypa
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 4096)
     path = Run().save(tmp_path)
     read: list[int] = []
-    fill = manifest.StoredFiles.fill
+    fill = manifest.StoredFiles._fill
 
-    def counted(files: manifest.StoredFiles, file: Any, name: str, number: int, target: memoryview) -> None:
-        read.extend([number] * (name == DATA_FILE))
-        fill(files, file, name, number, target)
+    def counted(files: manifest.StoredFiles, file: Any, number: int) -> None:
+        read.extend([number] * (files._name == DATA_FILE))
+        fill(files, file, number)
 
-    monkeypatch.setattr(manifest.StoredFiles, "fill", counted)
+    monkeypatch.setattr(manifest.StoredFiles, "_fill", counted)
     Run().load(tmp_path, optimizer=False)
     assert len(read) < 1.2 * (path / DATA_FILE).stat().st_size / 4096 / 3
+
+
+def test_what_lies_behind_the_end_of_a_file_is_never_given_out(tmp_path: Path, two_saved: tuple[Path, list[bytes]]) -> None:
+    path = shutil.copytree(two_saved[0] / "iter_0000020", tmp_path / "iter_0000020")
+    for verify in (True, False):
+        files = manifest.StoredFiles(path, verify)
+        files.part(DATA_FILE, 0, 100_000)
+        with pytest.raises(CheckpointError, match=r"state\.json ends before byte 100000"):
+            files.part("state.json", 0, 100_000)
 
 
 # --- state.json is foreign input
