@@ -19,7 +19,14 @@ _DATA = {"sequence_length": "count", "begin": "count", "weights": ["number"], "s
 _STATE = {
     "consumed_samples?": "count",
     "data?": (None, _DATA),
-    "learning_rate?": {"samples": "count", "style": "text", "wsd_style?": (None, "text"), "wsd_samples?": (None, "number"), "*": "number"},
+    "learning_rate?": {
+        "samples": "count",
+        "style": "text",
+        "wsd_style?": (None, "text"),
+        "wsd_samples?": (None, "number"),
+        "weight_decay_style?": "text",
+        "*": "number",
+    },
     "loss_scaler?": (None, {"scale": "number", "*": "number"}),
     "model?": (None, {"*": (*_SCALAR, ["number"])}),
     "tokenizer?": (None, {"*": _SCALAR}),

@@ -114,7 +114,7 @@ def losses_and_resume(mesh: ParallelMesh, tokens: Path, flags: str, folder: str)
     return whole, halves + [report.loss for report in steps(second, 4)]
 
 
-@pytest.mark.parametrize("name", ["untied", *(pytest.param(name, marks=pytest.mark.long) for name in ("sgd", "rates", "decay"))])
+@pytest.mark.parametrize("name", ["untied", "decay", *(pytest.param(name, marks=pytest.mark.long) for name in ("sgd", "rates"))])
 def test_weights_updated_otherwise_are_resumed_to_the_bit(tokens: Path, tmp_path: Path, name: str) -> None:
     whole, resumed = losses_and_resume(MESH, tokens, OTHERWISE[name], str(tmp_path))
     assert resumed == whole
