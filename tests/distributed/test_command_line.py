@@ -160,7 +160,7 @@ def test_logs_that_cannot_be_written_are_a_warning_each_and_the_run_goes_on(tmp_
 def test_what_is_said_before_the_ranks_have_met_is_said_by_one(
     rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def parse(*_: object) -> None:
+    def parse(*_: object, **__: object) -> None:
         warnings.warn("an older checkpoint is taken", stacklevel=1)
         raise ConfigError("wrong")
 
