@@ -4,6 +4,7 @@ The number of samples that the whole run has consumed is the only state; a run t
 the uninterrupted run would have read.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from domino_lm.data.indices import DatasetError
 
 
 @dataclass(kw_only=True)
-class Sampler:
+class Sampler(ABC):
     """Yields the sample numbers of one rank's micro-batches, from ``consumed_samples`` (of all ranks) on."""
 
     total_samples: int = field(kw_only=False)
@@ -29,8 +30,9 @@ class Sampler:
             raise DatasetError("the data set has 0 samples; use more data or another --split.")
         self.samples_per_step = self.micro_batch_size * self.data_parallel_size
 
+    @abstractmethod
     def __iter__(self) -> Iterator[list[int]]:
-        raise NotImplementedError
+        """Sample numbers of each micro-batch."""
 
 
 @dataclass(kw_only=True)
