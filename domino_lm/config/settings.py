@@ -376,6 +376,12 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool | None = None
     """End the run at the first loss or gradient that is not finite; --no-check-for-nan-in-loss-and-grad skips such steps without end. Neither: --max-skipped-steps."""
 
+    check_for_spiky_loss: bool = False
+    """End the run at a loss above 10 times its running estimate, of which it is otherwise only warned."""
+
+    check_for_large_grads: bool = False
+    """The same for the gradient norm."""
+
     seed: NonNegativeInt = 1234
     """Seed of initial weights, dropout and data order."""
 

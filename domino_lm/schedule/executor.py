@@ -30,6 +30,7 @@ class StepResult(NamedTuple):
 
     loss_sum: Tensor  # [] summed over tokens that count
     tokens: Tensor  # [] how many those were
+    masked: Tensor  # [] micro-batches in which no token counts
     found: Sequence[Tensor]  # what ``on_step`` returned
 
 
@@ -88,7 +89,7 @@ class Executor:
             for index, template in enumerate(templates):
                 batch, weight = (micro_batches[index], weights[index]) if index < len(micro_batches) else (None, None)
                 self._pass(template, values, batch, index % 2 if self.plan.interleaved else 0, weight)
-        return StepResult(state.loss_sum(), tokens.sum(), state.found)
+        return StepResult(state.loss_sum(), tokens.sum(), (tokens == 0).sum(), state.found)
 
     def complete_gathers(self) -> None:
         """Wait for parameters still in flight from the last step, before weights are read or written outside a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import uuid
@@ -41,7 +42,7 @@ from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule
 from domino_lm.training.optimizer import Optimizer, Rates
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
-from domino_lm.training.skipped_steps import SkippedSteps
+from domino_lm.training.step_checks import StepChecks
 from domino_lm.training.stop import Asked, StopSignal
 from domino_lm.watch.metrics import StepReport, validation_line
 from domino_lm.watch.watch import Watch
@@ -64,7 +65,7 @@ class FitResult:
     """finished, skip-train, SIGTERM, exit-interval, exit-samples or exit-duration-in-mins."""
 
     first_loss: float | None
-    """Of the first step that ran here, before it changed a weight; None if none ran."""
+    """Of the first step here that was not skipped, before it changed a weight; None if there is none."""
 
     last_loss: float | None
 
@@ -74,9 +75,14 @@ class FitResult:
     data_ms_per_step: float = 0.0
     """Time that rank 0 waited for data in a step, the first one left out."""
 
+    steps: int = 0
+    """Made here, skipped ones among them."""
+
     def __str__(self) -> str:
         if self.reason == "skip-train":
             return f"nothing was trained, as --skip-train says: the weights of iteration {self.iteration} were evaluated"
+        if self.steps and self.first_loss is None:
+            return f"training ended: {self.reason} at iteration {self.iteration}; all {self.steps} of its steps were skipped"
         if self.first_loss is None or self.last_loss is None:
             return f"nothing was trained: the run had ended before, at iteration {self.iteration}; a larger --train-iters or --train-samples goes on"
         return (
@@ -136,7 +142,7 @@ class Trainer:
         self.lr_schedule = LearningRateSchedule.of(run.optimizer, self.batch_plan)
         self.iteration = 0
         self.consumed_samples = 0
-        self._skipped = SkippedSteps(run.training, self.loss_scale)
+        self._checks = StepChecks(run.training, self.loss_scale)
         self._run_id = uuid.uuid4().hex  # rank 0's names the run in its checkpoints
         self._saved_at: int | None = None
         self._whole: Path | None = None
@@ -176,8 +182,8 @@ class Trainer:
                         self._write_timeline(recorder, watch)
                     begun = epochs.advance(self.consumed_samples)
                     watch.step(report, epochs.epochs)
-                    if self._not_saved and self.iteration % self.run.logging.log_interval == 0:
-                        self.console(f"warning: {self._not_saved}")
+                    if self.iteration % self.run.logging.log_interval == 0:
+                        self._warn(self._not_saved)
                     if begun is not None:
                         self.console(f"data repeats from iteration {self.iteration} on: {begun}")
                     garbage.step(self.iteration)
@@ -194,16 +200,19 @@ class Trainer:
                         self.save()
                 if not self.run.training.skip_train:
                     self.save(must=True)
+                if reason != "SIGTERM" and (fault := self._checks.skipped.fault_of_run()) is not None:
+                    raise TrainingError(fault)
                 if reason == "finished":
                     for split in ("valid", "test"):
                         self._evaluate_split(split, watch, at_end=True)
         finally:
+            self._warn()
             watch.close()
             self.console = console
         reason = "skip-train" if self.run.training.skip_train else reason
         rate = watch.rate
         tokens_per_s = rate.sequences_per_s * self.run.model.seq_length
-        return FitResult(self.iteration, reason, rate.first_loss, rate.last_loss, tokens_per_s, rate.data_s_per_step * 1e3)
+        return FitResult(self.iteration, reason, rate.first_loss, rate.last_loss, tokens_per_s, rate.data_s_per_step * 1e3, rate.steps)
 
     def step(self, batches: MicroBatches, asked: Asked | None = None, recorder: AnyRecorder | None = None) -> tuple[StepReport, Asked]:
         """One optimizer step over a global batch; gives too what any rank has ``asked``. ``recorder`` collects its timeline."""
@@ -215,7 +224,7 @@ class Trainer:
         if self.lr_schedule.decoupled is not None:
             self._learning_rates[1].fill_(self.lr_schedule.decoupled_value())
         made = self.executor.run_step(micro_batches, self.iteration, recorder)
-        loss_sum, tokens, signals, over, loss_scale, grad_norm, skipped, *logged = self._read_edge(made, asked or Asked())
+        loss_sum, tokens, masked, signals, over, loss_scale, grad_norm, skipped, *logged = self._read_edge(made, asked or Asked())
         self.iteration += 1
         self.consumed_samples += size
         if not skipped:
@@ -233,9 +242,10 @@ class Trainer:
             seconds=time.perf_counter() - begin,
             data_seconds=waited,
             exposed_s=self._exposed_s(recorder),
+            masked_micro_batches=int(masked),
             **self._named(logged),
         )
-        fault = self._skipped.fault(report, self._saved_at)
+        fault = self._checks.fault(report, self._saved_at)
         if fault is not None:
             raise TrainingError(fault)
         return report, Asked(signals > 0, over > 0)
@@ -254,14 +264,19 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, dataset: Any) -> float:
-        """Mean loss in nats per token, without dropout, over the first ``--eval-iters`` global batches, the same ones each time, or over all."""
+        """Mean loss in nats per token, without dropout, over the first ``--eval-iters`` global batches, the same ones each time, or over all.
+
+        NaN if all of their tokens are masked.
+        """
         self.executor.complete_gathers()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # sum of losses, tokens
         for micro_batch in evaluation_batches(dataset, self.run, self.mesh):
             losses = self.stack.forward(micro_batch)  # [s, b]
             total += torch.stack([(losses * micro_batch.loss_mask).sum(), micro_batch.loss_mask.sum()])
         loss_sum, tokens = self.mesh.dp.all_reduce(total).tolist()
-        return float(loss_sum / max(tokens, 1))
+        if not tokens:
+            self.console("warning: all tokens of this evaluation are masked, so that it has no loss")
+        return float(loss_sum / tokens) if tokens else math.nan
 
     def save(self, must: bool = False) -> None:
         """Write a checkpoint if ``--save`` is given, unless this iteration has one from this run.
@@ -346,7 +361,7 @@ class Trainer:
         self.console(side)
         if self.loss_scale is not None and state.get("loss_scaler"):
             self.loss_scale.load_state_dict(state["loss_scaler"])
-            self._skipped.begin()
+            self._checks.skipped.begin()
         self.iteration, self.consumed_samples = found, int(state["consumed_samples"])
         self._go_on_with_data(state.get("data"))
         self._saved_at = found if checkpoint.save == checkpoint.load else None
@@ -377,9 +392,10 @@ class Trainer:
         return zeros | ({"params_norm": next(values)} if logging.log_params_norm else {})
 
     def _read_edge(self, made: StepResult, asked: Asked) -> list[float]:
-        """The one host read of a step: loss sum, tokens, ranks that ask to stop (by signal, by time), loss scale, what `_update` found."""
+        """The one host read of a step: loss sum, tokens, masked micro-batches, ranks that ask to stop (by signal, by time), loss scale,
+        what `_update` found."""
         counted = self.mesh.tp.rank == 0  # the ranks of a TP group hold the same loss
-        sums = [made.loss_sum.double() * counted, made.tokens.double() * counted]
+        sums = [value.double() * counted for value in (made.loss_sum, made.tokens, made.masked)]
         mine = torch.stack([*sums, *(made.loss_sum.new_full((), flag).double() for flag in asked)])
         total = self.mesh.world.all_reduce(mine)
         scale = total.new_ones(()) if self.loss_scale is None else self.loss_scale.value
@@ -418,6 +434,11 @@ class Trainer:
             "exit-samples": training.exit_samples is not None and self.consumed_samples >= training.exit_samples,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def _warn(self, *others: str) -> None:
+        """Say what the log line does not of the steps since the last one, and what else there is."""
+        for warning in filter(None, [*others, *self._checks.warnings()]):
+            self.console(f"warning: {warning}")
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.iteration % interval == 0  # type: ignore[operator]

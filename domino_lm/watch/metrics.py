@@ -47,6 +47,14 @@ class StepReport:
     num_zeros: int | None = None
     """Gradient entries that are exactly 0; None unless it was asked for."""
 
+    masked_micro_batches: int = 0
+    """Micro-batches in which no token counts."""
+
+    @property
+    def samples(self) -> range:
+        """Numbers of its samples in the order of training, from 0."""
+        return range(self.consumed_samples - self.batch_size, self.consumed_samples)
+
     @property
     def bad_loss(self) -> bool:
         """The step was skipped, and its loss was not finite."""
@@ -105,7 +113,10 @@ class LogInterval:
         return sum(report.batch_size for report in self._reports), sum(report.seconds for report in self._reports)
 
     def line(self, last: StepReport, train_iters: int, now: datetime) -> str:
-        """Megatron's log line; the loss is the mean over the tokens of the interval's steps that were not skipped."""
+        """Megatron's log line; the loss is the mean over the tokens of the interval's steps that were not skipped.
+
+        As in Megatron's, it is left out if all were.
+        """
         counted = [report for report in self._reports if not report.skipped]
         loss = sum(report.loss_sum for report in counted) / max(sum(report.tokens for report in counted), 1)
         sequences, seconds = self._sequences_and_seconds
@@ -121,7 +132,7 @@ class LogInterval:
             *throughput,
             f"learning rate: {last.learning_rate:.6E}",
             f"global batch size: {last.batch_size:5d}",
-            f"lm loss: {loss:.6E}",
+            *([f"lm loss: {loss:.6E}"] if counted else []),
             f"loss scale: {last.loss_scale:.1f}",
             f"grad norm: {last.grad_norm:.3f}",
             *extra,
@@ -149,23 +160,23 @@ class LogInterval:
 
 
 class RunRate:
-    """First and last loss, and speed of a run; its first step is start-up and does not count."""
+    """First and last loss of steps that were not skipped, and speed of a run; its first step is start-up and does not count."""
 
     def __init__(self) -> None:
         self.first_loss: float | None = None
         self.last_loss: float | None = None
-        self._steps = -1
+        self.steps = 0
         self._seconds = 0.0
         self._sequences = 0
         self._data_seconds = 0.0
 
     def add(self, report: StepReport) -> None:
         """Count one step."""
-        self._steps += 1
-        self.last_loss = report.loss
-        if self._steps == 0:
-            self.first_loss = report.loss
-        else:
+        self.steps += 1
+        if not report.skipped:
+            self.last_loss = report.loss
+            self.first_loss = report.loss if self.first_loss is None else self.first_loss
+        if self.steps > 1:
             self._seconds += report.seconds
             self._sequences += report.batch_size
             self._data_seconds += report.data_seconds
@@ -178,7 +189,7 @@ class RunRate:
     @property
     def data_s_per_step(self) -> float:
         """Seconds of a step in which this rank waited for data; 0 before the second step."""
-        return self._data_seconds / self._steps if self._steps > 0 else 0.0
+        return self._data_seconds / (self.steps - 1) if self.steps > 1 else 0.0
 
 
 def perplexity(loss: float) -> float:

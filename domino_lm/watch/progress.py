@@ -21,7 +21,8 @@ class ProgressBar:
 
     def step(self, report: StepReport, tokens_per_s: float) -> None:
         """One step is done."""
-        self._bar.set_postfix_str(f"loss {report.loss:.4f}, {tokens_per_s:,.0f} tokens/s", refresh=False)
+        loss = "step skipped" if report.skipped else f"loss {report.loss:.4f}"
+        self._bar.set_postfix_str(f"{loss}, {tokens_per_s:,.0f} tokens/s", refresh=False)
         self._bar.update()
 
     def print(self, line: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from domino_lm.watch.metrics import LogInterval, SpeedScale, StepReport, validation_line
+from domino_lm.watch.metrics import LogInterval, RunRate, SpeedScale, StepReport, validation_line
 from domino_lm.watch.metrics_file import MetricsFile, read_lines
 from domino_lm.watch.tensorboard import TensorBoardLog
 from domino_lm.watch.wandb_log import WandbLog
@@ -85,6 +85,21 @@ def test_the_loss_scale_is_told_in_the_line_and_in_tensorboard(tmp_path: Path) -
     log.step(replace(REPORT, loss_scale=65536.0))
     log.close()
     assert points(tmp_path)["loss-scale"] == [(1, 65536.0)]
+
+
+def test_an_interval_of_skipped_steps_alone_prints_no_loss() -> None:
+    found = line(replace(REPORT, skipped=True, loss_sum=float("nan")), replace(REPORT, skipped=True, grad_norm=float("inf")))
+    assert "lm loss" not in found
+    assert "| global batch size:     8 | loss scale: 1.0 |" in found
+    assert "number of skipped iterations:   2 |" in found
+
+
+def test_first_and_last_loss_are_those_of_steps_that_counted() -> None:
+    rate = RunRate()
+    skipped = replace(REPORT, skipped=True, loss_sum=float("nan"))
+    for report in (skipped, replace(REPORT, loss_sum=480.0), replace(REPORT, loss_sum=240.0), skipped):
+        rate.add(report)
+    assert (rate.first_loss, rate.last_loss, rate.steps) == (2.0, 1.0, 4)
 
 
 def test_an_overflow_is_skipped_and_no_nan_iteration() -> None:

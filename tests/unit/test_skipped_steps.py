@@ -50,3 +50,22 @@ def test_a_gradient_that_overflows_counts_only_at_the_lowest_scale() -> None:
     assert faults("gggg", scale=LossScale(1024.0, cpu, dynamic=True, minimum=1.0)) == [False] * 4
     assert faults("gggg", scale=LossScale(512.0, cpu, dynamic=True, minimum=512.0)) == [False, False, True, True]
     assert faults("gggg", scale=LossScale(512.0, cpu)) == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("steps", "failed"), [("gl", True), ("g.l", False), ("", False)])
+def test_a_run_of_skipped_steps_alone_has_failed(steps: str, failed: bool) -> None:
+    counter = SkippedSteps(TrainingConfig(micro_batch_size=1, train_iters=9, check_for_nan_in_loss_and_grad=False), None)
+    for i, step in enumerate(steps):
+        assert counter.fault(report(i, step != ".", math.nan if step == "l" else 1.0), None) is None
+    fault = counter.fault_of_run()
+    assert (fault is not None) == failed
+    assert fault is None or ("all 2 of them" in fault and "loss was nan" in fault)
+
+
+def test_a_run_that_ends_before_its_loss_scale_fits_is_told_what_to_do() -> None:
+    counter = SkippedSteps(TrainingConfig(micro_batch_size=1, train_iters=9), LossScale(1024.0, torch.device("cpu"), dynamic=True))
+    assert counter.fault(report(1, skipped=True, scale=512.0), None) is None
+    fault = counter.fault_of_run()
+    assert fault is not None
+    assert "the loss scale is now 512" in fault
+    assert "--initial-loss-scale" in fault
