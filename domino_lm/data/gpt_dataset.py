@@ -18,6 +18,7 @@ from domino_lm.data.index_cache import cached_indices
 from domino_lm.data.indices import (
     Array,
     DatasetError,
+    Epochs,
     build_document_index,
     build_sample_index,
     build_shuffle_index,
@@ -128,6 +129,36 @@ def _documents(tokens: Array, eod: int) -> Array:
     return ends_before
 
 
+def count_split(
+    indexed: TokenSource, sequences: range, split: SplitName, num_samples: int | None, config: GPTDatasetConfig
+) -> tuple[int, Epochs, int]:
+    """Tokens in one epoch of a split, the epochs that give ``num_samples`` (None: one), and how many samples these hold.
+
+    Raises EmptySplitError if the split cannot give a single sample although some are asked for.
+    """
+    extra = int(config.add_extra_token_to_sequence)
+    lengths = indexed.sequence_lengths[sequences.start : sequences.stop]
+    tokens_per_epoch = int(lengths.sum(dtype=np.int64))
+    if tokens_per_epoch == 0:
+        raise EmptySplitError(
+            f"{indexed.prefix}: the {split} split has {len(sequences)} of {len(indexed)} {_unit(indexed)} and no token; "
+            f"use more data, or change --split so that {split} gets some, or give it the weight 0."
+        )
+    epochs = plan_epochs(tokens_per_epoch, num_samples, config.sequence_length, extra)
+    tokens = epochs.repeats * tokens_per_epoch
+    samples = count_samples(tokens, config.sequence_length, extra, _drops_last(config, split))
+    if samples == 0 and num_samples != 0:
+        raise EmptySplitError(
+            f"{indexed.prefix}: the {split} split has {tokens} tokens, too few for one sample of --seq-length {config.sequence_length}"
+            f"{' and its last label' if extra else ''}; use more data, another --split or shorter samples."
+        )
+    return tokens_per_epoch, epochs, samples
+
+
+def _drops_last(config: GPTDatasetConfig, split: SplitName) -> bool:
+    return config.drop_last_partial_validation_sequence or split != "valid"
+
+
 class GPTDataset:
     """Samples of one split. ``dataset[i]`` is a dict of numpy arrays:
 
@@ -159,23 +190,8 @@ class GPTDataset:
                 f"{indexed.prefix}.bin holds {indexed.dtype} numbers, which are no token ids; give the prefix of a token file."
             )
         self.indexed, self.sequences, self.split, self.num_samples, self.config = indexed, sequences, split, num_samples, config
-        self._extra = int(config.add_extra_token_to_sequence)
-        self._drop_last = config.drop_last_partial_validation_sequence or split != "valid"
-        lengths = indexed.sequence_lengths[sequences.start : sequences.stop]
-        self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
-        if self.tokens_per_epoch == 0:
-            raise EmptySplitError(
-                f"{indexed.prefix}: the {split} split has {len(sequences)} of {len(indexed)} {_unit(indexed)} and no token; "
-                f"use more data, or change --split so that {split} gets some, or give it the weight 0."
-            )
-        self.epochs = plan_epochs(self.tokens_per_epoch, num_samples, config.sequence_length, self._extra)
-        tokens = self.epochs.repeats * self.tokens_per_epoch
-        self._length = count_samples(tokens, config.sequence_length, self._extra, self._drop_last)
-        if self._length == 0 and num_samples != 0:
-            raise EmptySplitError(
-                f"{indexed.prefix}: the {split} split has {tokens} tokens, too few for one sample of --seq-length {config.sequence_length}"
-                f"{' and its last label' if self._extra else ''}; use more data, another --split or shorter samples."
-            )
+        self._extra, self._drop_last = int(config.add_extra_token_to_sequence), _drops_last(config, split)
+        self.tokens_per_epoch, self.epochs, self._length = count_split(indexed, sequences, split, num_samples, config)
         self.shorter_than_a_sample = self.epochs.repeats > 1 and self.tokens_per_epoch - self._extra < config.sequence_length
         """Every sample repeats some tokens."""
         shapes = {

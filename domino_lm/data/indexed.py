@@ -26,7 +26,8 @@ import os
 import shutil
 import struct
 from array import array
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -227,11 +228,18 @@ class IndexedDataset:
         return IndexedDatasetError(f"{path}: {what}; the pair is damaged or its halves do not belong together: make it again.")
 
 
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders that hold nothing, the innermost first."""
+    with suppress(OSError):  # the first that holds something, and all above it, stay
+        for folder in folders:
+            folder.rmdir()
+
+
 class IndexedDatasetWriter:
     """Writes one ``.bin``/``.idx`` pair as a stream; 12 bytes of memory per document and no Python object each.
 
     A context manager: leaving it well puts both files in place under their final names, ``.bin`` first; leaving it by
-    an exception removes everything it wrote. Until then both live beside the target under temporary names, so no
+    an exception removes everything it wrote, folders that it made too. Until then both live beside the target under temporary names, so no
     reader can meet a half-written file. `prepare` writes all that is left to write, for callers that put several pairs in
     place together. The folder is made if it is missing. Raises BusyError while another process writes the same pair.
     """
@@ -248,11 +256,14 @@ class IndexedDatasetWriter:
         self._modes = array("b") if multimodal else None
         self.num_tokens = 0
         self._prepared = False
-        try:
-            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise IndexedDatasetError(f"{self.prefix}: the folder for it cannot be made ({error}); choose another prefix.") from error
+        folder = Path(self.prefix).parent
+        missing = [each for each in (folder, *folder.parents) if not each.exists()]
         with ExitStack() as opened:
+            opened.callback(_remove_empty, missing)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise IndexedDatasetError(f"{self.prefix}: the folder for it cannot be made ({error}); choose another prefix.") from error
             self._drafts = []
             for extension in (".bin", ".idx"):
                 self._drafts.append(Draft(Path(self.prefix + extension)))

@@ -11,7 +11,16 @@ from typing import Any
 from domino_lm.config.data import DataConfig
 from domino_lm.data.blended import Blend, BlendedDataset, first_few, normalised, parse_blend, source_sizes, source_targets
 from domino_lm.data.continued import ContinuedDataset
-from domino_lm.data.gpt_dataset import SPLITS, EmptySplitError, GPTDataset, GPTDatasetConfig, SplitName, TokenSource, split_ranges
+from domino_lm.data.gpt_dataset import (
+    SPLITS,
+    EmptySplitError,
+    GPTDataset,
+    GPTDatasetConfig,
+    SplitName,
+    TokenSource,
+    count_split,
+    split_ranges,
+)
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.mock import MockTokens
@@ -157,17 +166,20 @@ class _Builder:
     def build(self, name: SplitName, size: int | None) -> Sequence[Dataset]:
         """One data set, none, or with multiple validation sets several.
 
-        Validation or test data of one source that ``--split`` leaves nothing of are left out with a warning, unless they are to be read in full.
+        Validation or test data that ``--split`` leaves nothing of are left out with a warning, and so is each source of a blend, unless they are
+        to be read in full.
         """
         try:
             return self._build(name, size)
         except EmptySplitError as error:
-            blend, in_full = self._sources.blend, name == "valid" and size is None
-            several = blend is not None and len(blend.prefixes) > 1 and not self._sources.multiple_validation_sets
-            if name == "train" or in_full or several or self._sources.per_split:
+            if not self._may_be_empty(name, size):
                 raise
             warnings.warn(f"{error} Without it there is no {name} loss.", stacklevel=2)
             return []
+
+    def _may_be_empty(self, name: SplitName, size: int | None) -> bool:
+        """Whether nobody asked for just this split, so that it may be left out."""
+        return name != "train" and not (name == "valid" and size is None) and not self._sources.per_split
 
     def _build(self, name: SplitName, size: int | None) -> Sequence[Dataset]:
         sources = self._sources
@@ -178,6 +190,8 @@ class _Builder:
             return []
         if len(blend.prefixes) == 1 and blend.weights is None:
             return self._cut(self._open(blend.prefixes[0]), name, size)
+        if size != 0 and self._may_be_empty(name, size):
+            blend = self._without_empty(blend, name, size)
         if name == "valid" and sources.multiple_validation_sets:
             return [found for prefix in blend.prefixes for found in self._cut(self._open(prefix), name, size)]
         return self._blended(blend, name, size)
@@ -198,6 +212,40 @@ class _Builder:
         weights = normalised(blend.weights)
         datasets = self._require(blend, name, source_sizes(weights, size, self._sources.surplus))
         return [BlendedDataset(datasets, weights, size, sum(source_targets(weights, size)), self._cache_path)]
+
+    def _without_empty(self, blend: Blend, name: SplitName, size: int | None) -> Blend:
+        """The blend without sources that have nothing for ``name``, which a warning names. Raises EmptySplitError if none has."""
+        apart = self._sources.multiple_validation_sets and name == "valid"
+        once = blend.weights is None and not apart
+        faults = {prefix: self._emptiness(prefix, name, None if once else size) for prefix in blend.prefixes}
+        empty = [prefix for prefix, fault in faults.items() if fault is not None]
+        if not empty:
+            return blend
+        if len(empty) == len(faults):
+            raise EmptySplitError(
+                f"the {name} split has nothing of any of {len(empty)} sources ({first_few(empty)}); use more data, or change --split so that "
+                f"{name} gets some, or give it the weight 0."
+            )
+        counted = "the sets that are left are numbered anew" if apart else "the others share its samples"
+        warnings.warn(
+            f"the {name} split has no whole sample, or no token, of {len(empty)} of {len(faults)} sources: {first_few(empty)}. The {name} loss is "
+            f"measured without them; {counted}. Use more data, or change --split, to have them in.",
+            stacklevel=2,
+        )
+        kept = [i for i, prefix in enumerate(blend.prefixes) if faults[prefix] is None]
+        weights = None if blend.weights is None else tuple(blend.weights[i] for i in kept)
+        return Blend(tuple(blend.prefixes[i] for i in kept), weights)
+
+    def _emptiness(self, prefix: str, name: SplitName, size: int | None) -> EmptySplitError | None:
+        """Why a source cannot give ``name`` a single sample; None if it can, or if nothing is read of it."""
+        tokens = self._open(prefix)
+        sequences = self._sequences(name, len(tokens))
+        try:
+            if sequences is not None:
+                count_split(tokens, sequences, name, size, self._config)
+        except EmptySplitError as error:
+            return error
+        return None
 
     def _require(self, blend: Blend, name: SplitName, sizes: Sequence[int | None]) -> list[GPTDataset]:
         pairs = zip(blend.prefixes, sizes, strict=True)

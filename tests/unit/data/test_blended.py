@@ -1,8 +1,10 @@
 """Blends: shares that add up to what was asked for, sources that are named when they have nothing to give."""
 
 import os
+import re
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,11 +165,6 @@ def test_words_that_mean_nothing_are_refused(words: list[str], message: str) -> 
         parse_blend(words)
 
 
-def test_a_split_of_a_blend_that_a_source_cannot_fill_names_the_source(sources: tuple[str, str]) -> None:
-    with pytest.raises(DatasetError, match=r"a: the valid split has 0 of 9 documents"):
-        build_splits(DataSources(blend=Blend(sources, (1.0, 1.0)), split="99,1,0"), (10, 5, 0), CONFIG)
-
-
 def test_splits_named_apart_are_read_whole(sources: tuple[str, str]) -> None:
     splits = build_splits(DataSources(per_split={"train": Blend((sources[0],)), "valid": Blend((sources[1],))}), (None, None, None), CONFIG)
     assert [(name, len(dataset)) for name, dataset in splits.named()] == [("train", 10), ("valid", 20)]
@@ -205,3 +202,52 @@ def test_a_file_of_paths_that_is_missing_is_refused_by_its_flag(tmp_path: Path) 
 def test_mock_data_needs_a_vocabulary() -> None:
     with pytest.raises(DatasetError, match=r"--mock-data .* --vocab-size"):
         build_splits(DataSources(), (10, 0, 0), CONFIG)
+
+
+SPARSE = DataSources(split="8,1,1")
+
+
+def tiny_and_large(folder: Path) -> list[str]:
+    """Two sources of a single document each, of which a split leaves nothing, before and behind two of 20."""
+    return [source(folder, name, tokens) for name, tokens in (("tiny", 5), ("a", 100), ("b", 100), ("small", 5))]
+
+
+@pytest.mark.parametrize("weights", [None, (2.0, 1.0, 3.0, 2.0)])
+def test_sources_of_which_a_split_leaves_nothing_are_left_out_of_evaluations_with_one_line(tmp_path: Path, weights: Any) -> None:
+    tiny, a, b, small = tiny_and_large(tmp_path)
+    sources = replace(SPARSE, blend=Blend((tiny, a, b, small), weights))
+    sizes = (8, 2, 2) if weights else (None, 2, 2)
+    with pytest.warns(UserWarning, match="of 2 of 4 sources") as warned:
+        splits = build_splits(sources, sizes, CONFIG)
+    assert [re.findall(r"the (\w+) split .* sources: (\S+), (\S+)\. ", str(each.message)) for each in warned] == [
+        [(name, tiny, small)] for name in ("valid", "test")
+    ]
+    (valid,) = splits.valid
+    assert [part.indexed.prefix for part in valid.sources] == [a, b]
+    assert isinstance(valid, BlendedDataset)
+    assert valid.weights == ([0.25, 0.75] if weights else [0.5, 0.5])
+    assert len(valid[0]["tokens"]) == 4
+    assert splits.train is not None
+    assert [part.indexed.prefix for part in splits.train.sources] == [tiny, a, b, small]
+
+
+def test_a_split_that_no_source_of_a_blend_has_is_left_out_with_one_line(tmp_path: Path) -> None:
+    tiny, _, _, small = tiny_and_large(tmp_path)
+    with pytest.warns(UserWarning, match=r"nothing of any of 2 sources .*Without it there is no test loss") as warned:
+        splits = build_splits(replace(SPARSE, split="9,0,1", blend=Blend((tiny, small), (1.0, 1.0))), (2, 2, 2), CONFIG)
+    assert (len(warned), splits.valid, splits.test) == (1, [], None)
+
+
+def test_of_several_validation_sets_an_empty_one_is_left_out(tmp_path: Path) -> None:
+    tiny, a, b, _ = tiny_and_large(tmp_path)
+    sources = replace(SPARSE, blend=Blend((a, tiny, b)), multiple_validation_sets=True)
+    with pytest.warns(UserWarning, match=r"of 1 of 3 sources: .*tiny\. .*numbered anew"):
+        assert [each.sources[0].indexed.prefix for each in build_splits(sources, (None, 2, 0), CONFIG).valid] == [a, b]
+
+
+def test_what_is_to_be_read_in_full_or_trained_on_must_be_there_in_a_blend_too(tmp_path: Path) -> None:
+    tiny, a, _, _ = tiny_and_large(tmp_path)
+    with pytest.raises(DatasetError, match=r"tiny: the valid split has 0 of 1 documents"):
+        build_splits(replace(SPARSE, blend=Blend((tiny, a))), (2, None, 0), CONFIG)
+    with pytest.raises(DatasetError, match=r"tiny: the train split has 0 of 1 documents"):
+        build_splits(replace(SPARSE, split="1,8,1", blend=Blend((tiny, a))), (None, 0, 0), CONFIG)

@@ -106,6 +106,15 @@ def test_input_without_any_token_is_refused(tmp_path: Path, data: bytes) -> None
     assert outputs(tmp_path) == []
 
 
+@pytest.mark.parametrize("data", [b"", GOOD + b"x\n"], ids=["no document", "a bad line"])
+def test_a_run_that_fails_leaves_no_folder_that_it_made(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "mine").mkdir()
+    for prefix in ("new/inner/out", "mine/out"):
+        with pytest.raises(PreprocessError):
+            run(tmp_path, data, output_prefix=str(tmp_path / prefix))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["input.jsonl", "mine"]
+
+
 def test_an_empty_first_document_is_counted(tmp_path: Path) -> None:
     summary = run(tmp_path, b'{"text":""}\n' + GOOD)
     assert (summary.documents, summary.empty, IndexedDataset(tmp_path / "out_text_document").document_indices.tolist()) == (
