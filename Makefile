@@ -9,6 +9,8 @@ PINNED_TORCH := torch==2.13.0
 TORCH ?= $(or $(shell cat $(STAMP) 2>/dev/null),$(PINNED_TORCH))
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 FUZZ_EXAMPLES ?= 20000
+# Two halves of the tests side by side, file by file: much of a test of several ranks is waiting. PYTEST="-n 0" runs them in one process.
+SIDE_BY_SIDE := -n 2 --dist loadfile
 # Not empty if somebody else chose the torch: then versions that the environment holds stay.
 OWN := $(filter-out file,$(origin VENV))$(filter-out $(PINNED_TORCH),$(TORCH))
 
@@ -27,10 +29,10 @@ demo: $(STAMP)  ## text to trained model on two CPU processes, in under four min
 	$(BIN)/python tools/demo.py
 
 test: $(STAMP)  ## run all tests (PYTEST="-k name" runs some)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PYTEST)
 
 test-all: $(STAMP)  ## run those too that try every combination and every example
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' $(SIDE_BY_SIDE) $(PYTEST)
 
 fuzz: $(STAMP)  ## long run of the readers on random and damaged input
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/data/test_fuzz.py

@@ -1,7 +1,8 @@
 """Small faults, planted one at a time in a copy of the tree: does any test notice?
 
 ``python tests/mutants.py`` plants each fault of ``mutants.toml`` and runs the tests that `TESTS` names for its folder, until the first one
-fails. A fault that none notices survives, and shows which claim has no test. Results are kept in a JSON file
+fails; first of all the one test that caught the fault before, which ``caught_by.json`` names (``--record`` writes it anew from the
+results). A fault that none notices survives, and shows which claim has no test. Results are kept in a JSON file
 (``runs/mutants.json``, or ``--results``): a second call goes on where the first one stopped, and asks again about what survived or
 has changed. ``--only NAME`` plants one, or those of a folder, ``--list`` names all. A folder's tests first have to pass without a fault, in three
 quarters of the time that a fault is given, so that one which makes them hang is known by it. Takes up to an hour on two cores that do nothing
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+CAUGHT_BY = ROOT / "tests" / "caught_by.json"
 LIMIT_S, SOUND_SHARE = 120, 0.75
 QUICK = "not slow and not exhaustive and not long"
 CAUGHT, HUNG, SURVIVED, BROKEN = "caught", "caught (did not end)", "survived", "broken: the tests could not be collected"
@@ -78,12 +80,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.json", help="file that keeps the results")
     parser.add_argument("--only", metavar="NAME", action="append", help="plant this fault, or all whose folder this is")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds that the tests of one fault may take")
+    parser.add_argument("--record", action="store_true", help=f"write {CAUGHT_BY.name} from the results and stop")
     parser.add_argument("--list", action="store_true", help="name all faults with what is known of them")
     options = parser.parse_args(words)
     known: dict[str, Any] = json.loads(options.results.read_text()) if options.results.exists() else {}
     chosen = [mutant for mutant in MUTANTS if not options.only or mutant.name in options.only or mutant.folder in options.only]
     if not chosen:
         parser.error(f"--only {' '.join(options.only)} names no fault and no folder; --list shows all")
+    if options.record:
+        CAUGHT_BY.write_text(json.dumps({m.name: known[m.name]["by"] for m in MUTANTS if known.get(m.name, {}).get("by")}, indent=1) + "\n")
+        return 0
     if options.list:
         print("\n".join(described(mutant, known.get(mutant.name)) for mutant in chosen))
         return 0
@@ -152,10 +158,18 @@ def plant(mutant: Mutant, tree: Path, limit_s: float) -> dict[str, Any]:
     sound, begin_s = path.read_text(), time.monotonic()
     path.write_text(mutant.planted(sound))
     try:
-        result, by = run_tests(tests_of(mutant.folder), tree, limit_s)
+        result, by = run_tests([f"tests/{caught_by()[mutant.name]}"], tree, limit_s) if mutant.name in caught_by() else (SURVIVED, "")
+        if result != CAUGHT:
+            result, by = run_tests(tests_of(mutant.folder), tree, limit_s)
     finally:
         path.write_text(sound)
     return {"result": result, "by": by, "seconds": round(time.monotonic() - begin_s, 1)}
+
+
+def caught_by() -> dict[str, str]:
+    """The test that caught each fault when `CAUGHT_BY` was written, by the fault's name."""
+    found: dict[str, str] = json.loads(CAUGHT_BY.read_text()) if CAUGHT_BY.exists() else {}
+    return found
 
 
 def run_tests(files: Sequence[str], tree: Path, limit_s: float) -> tuple[str, str]:

@@ -142,6 +142,7 @@ def test_the_last_line_names_the_first_fault(faults: list[str], capsys: pytest.C
     assert capsys.readouterr().err == f"error: preflight: one.{more}\n"
 
 
+@pytest.mark.long
 def test_the_command_of_the_document_looks_at_two_ranks() -> None:
     text = (PROGRAM.parents[1] / "docs" / "gpu.md").read_text()
     (command,) = re.findall(r"^torchrun (.*preflight\.py.*)$", text, re.M)

@@ -290,6 +290,7 @@ sys.exit(code)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_no_thread_of_a_process_group_outlives_the_program(running: Any, tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(THREADS_AFTER_MAIN)
     process = running(tokens, "--tensor-model-parallel-size 2 --train-iters 3 --eval-interval 0", 2, [str(tmp_path / "program.py")])

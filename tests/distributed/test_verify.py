@@ -72,6 +72,7 @@ def test_a_model_too_large_for_one_rank_loses_layers() -> None:
     assert cut_down(GPT, 200_000_000) == GPT
 
 
+@pytest.mark.long
 def test_the_tool_compares_on_real_data_under_torchrun(tmp_path: Path) -> None:
     python = [sys.executable]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -715,7 +715,9 @@ def peak_mb(path: Path) -> float:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("jsonl", marks=pytest.mark.long), "jsonl.gz", pytest.param("parquet", marks=pytest.mark.long)]
+)
 def test_memory_does_not_grow_with_the_size_of_the_input(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("gigatoken")
     texts = [f"line {i} of some text " * 40 for i in range(5000)]  # 4.6 MB
@@ -738,6 +740,7 @@ def test_a_long_line_takes_a_few_times_its_size(tmp_path: Path) -> None:
     assert peak_mb(tmp_path / "line") - peak_mb(tmp_path / "small") < 7 * 20
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_documents_of_one_token_take_less_than_40_bytes_each(tmp_path: Path) -> None:
     (tmp_path / "input.jsonl").write_bytes(b'{"text":"5"}\n' * 600_000)
