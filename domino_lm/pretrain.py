@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from domino_lm.config.arguments import Command, parse_command
 from domino_lm.config.settings import ConfigError, RunConfig
-from domino_lm.config.toml_file import config_text, require_writable, save_config
+from domino_lm.config.toml_file import config_text, save_config
 from domino_lm.data.indexed import IndexedDatasetError
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import sources_of
@@ -22,9 +22,11 @@ from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
 from domino_lm.launch.backend import backend_faults, has_gpu
 from domino_lm.launch.checks import run_faults
 from domino_lm.launch.file_checks import check_files, file_faults
+from domino_lm.launch.launcher import Launcher
 from domino_lm.launch.summary import RunSummary, changed_settings, foreseen_schedule, plan_of_step
 
 if TYPE_CHECKING:
+    from domino_lm.checkpoint.owner import Claim, TakenError
     from domino_lm.parallel.collectives import Communicator
     from domino_lm.parallel.mesh import ParallelMesh
     from domino_lm.training.run_data import RunData
@@ -37,6 +39,8 @@ EXIT_WRONG_SETTINGS = 2
 EXIT_FAILED_RUN = 1
 EXIT_NOT_SAVED = 3
 """A run that could not save its last state."""
+
+GONE = "torchrun, which started this rank, is gone, so the run ends here and saves nothing more."
 
 SECONDS_FOR_RANK_0 = 1.0
 """How long other ranks wait before they leave: torchrun ends all ranks when the first one is gone, and rank 0 has to speak."""
@@ -104,45 +108,69 @@ def dry_run(command: Command, world_size: int) -> int:
 
 
 def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
-    """Build everything that `run_faults` found sound, and train; returns the exit code. ``ignored`` flags are listed."""
-    import torch  # from here on, since it takes seconds
+    """Join the other ranks, take the folder of ``--save``, and train; returns the exit code. ``ignored`` flags are listed."""
+    with Launcher(_leave_without_launcher) as launcher:
+        import torch  # from here on, since it takes seconds
 
+        from domino_lm.parallel.mesh import MissingBackendError, ParallelMesh
+        from domino_lm.training.save_folder import own_folder
+
+        try:
+            joined = ParallelMesh.create(run.parallel, kernels=run.kernels)
+        except MissingBackendError as error:  # nodes may differ: the first rank of each that cannot says so
+            return _fail(error, EXIT_WRONG_SETTINGS, alone=int(os.environ.get("LOCAL_RANK", "0")) == error.first_local_rank)
+        except (torch.distributed.DistError, ValueError) as error:
+            world, minutes = os.environ.get("WORLD_SIZE", "1"), run.parallel.distributed_timeout_minutes
+            reason = ConfigError(
+                f"not all of the {world} ranks that WORLD_SIZE names have joined (--distributed-timeout-minutes {minutes}): {error} "
+                f"Start {world} processes, best with torchrun, each with its own RANK and the same MASTER_ADDR and MASTER_PORT."
+            )
+            return _fail(reason, EXIT_FAILED_RUN, alone=True)
+        folder = None if run.training.skip_train else run.checkpoint.save
+        with joined as mesh:
+            try:
+                with own_folder(folder, mesh.world, _say, _stop_without_folder) as claim:
+                    return train_on(run, mesh, ignored, claim.run_id if claim else "", lambda: require_own(claim, launcher))
+            except ConfigError as error:
+                return _fail(error, EXIT_WRONG_SETTINGS)
+
+
+def train_on(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str], run_id: str, may_save: Callable[[], None]) -> int:
+    """Build everything on the ranks of ``mesh``, and train; returns the exit code. ``run_id`` and ``may_save`` are those of `Trainer`."""
     from domino_lm.checkpoint.index import CheckpointError
-    from domino_lm.parallel.mesh import MissingBackendError, ParallelMesh
     from domino_lm.training.trainer import SaveError, TrainingError
 
     try:
-        joined = ParallelMesh.create(run.parallel, kernels=run.kernels)
-    except MissingBackendError as error:  # nodes may differ: the first rank of each that cannot says so
-        return _fail(error, EXIT_WRONG_SETTINGS, alone=int(os.environ.get("LOCAL_RANK", "0")) == error.first_local_rank)
-    except (torch.distributed.DistError, ValueError) as error:
-        world, minutes = os.environ.get("WORLD_SIZE", "1"), run.parallel.distributed_timeout_minutes
-        reason = ConfigError(
-            f"not all of the {world} ranks that WORLD_SIZE names have joined (--distributed-timeout-minutes {minutes}): {error} "
-            f"Start {world} processes, best with torchrun, each with its own RANK and the same MASTER_ADDR and MASTER_PORT."
-        )
-        return _fail(reason, EXIT_FAILED_RUN, alone=True)
-    with joined as mesh:
-        try:
-            trainer = build_trainer(run, mesh, ignored)
-        except WRONG_SETTINGS as error:
-            return _fail(error, EXIT_WRONG_SETTINGS)
-        except CheckpointError as error:
-            return _fail(error, EXIT_FAILED_RUN)
-        try:
-            trainer.console(str(trainer.fit()))
-        except SaveError as error:
-            return _fail(error, EXIT_NOT_SAVED)
-        except (CheckpointError, TrainingError) as error:
-            return _fail(error, EXIT_FAILED_RUN)
-        except WRONG_SETTINGS as error:  # data that one rank cannot read: the others cannot know
-            return _fail(error, EXIT_FAILED_RUN, alone=True)
+        trainer = build_trainer(run, mesh, ignored, run_id, may_save)
+    except WRONG_SETTINGS as error:
+        return _fail(error, EXIT_WRONG_SETTINGS)
+    except CheckpointError as error:
+        return _fail(error, EXIT_FAILED_RUN)
+    try:
+        trainer.console(str(trainer.fit()))
+    except SaveError as error:
+        return _fail(error, EXIT_NOT_SAVED)
+    except (CheckpointError, TrainingError) as error:
+        return _fail(error, EXIT_FAILED_RUN)
+    except WRONG_SETTINGS as error:  # data that one rank cannot read: the others cannot know
+        return _fail(error, EXIT_FAILED_RUN, alone=True)
     return 0
 
 
-def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = ()) -> Trainer:
+def require_own(claim: Claim | None, launcher: Launcher) -> None:
+    """Raise TakenError if nothing may be saved any more: another run has the folder, or none that anybody waits for is left."""
+    from domino_lm.checkpoint.owner import TakenError
+
+    if launcher.is_gone:
+        raise TakenError(GONE)
+    if claim is not None:
+        claim.require()
+
+
+def build_trainer(
+    run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (), run_id: str = "", may_save: Callable[[], None] | None = None
+) -> Trainer:
     """Tokenizer, data, model and trainer, resumed if ``--load`` says so; rank 0 prints what was built."""
-    from domino_lm.checkpoint.retention import remove_leftovers
     from domino_lm.checkpoint.same_model import with_gelu_of_checkpoint
     from domino_lm.launch.auto_schedule import settle_schedule
     from domino_lm.model.build import build_stack
@@ -150,20 +178,17 @@ def build_trainer(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (
     from domino_lm.model.parameter import dtype_of
     from domino_lm.training.trainer import Trainer
 
-    folder = run.checkpoint.save
-    if folder is not None:
-        together(mesh.world, lambda: require_writable(folder) if mesh.world.rank == 0 else None)
-        if mesh.world.rank == 0:
-            remove_leftovers(Path(folder))
     run, data, tokenizer = build_data(run, mesh)
     run, kept = with_gelu_of_checkpoint(run)
     run, candidates = settle_schedule(run, mesh)
     stack = build_stack(run.model, mesh.tp, run.training.seed, dtype_of(run.precision.params_dtype), mesh.device)
     chosen = together(mesh.world, lambda: choose_kernels(run.kernels, mesh.device, stack.embedding.weight.dtype, run.model.hidden_size))
     install_kernels(stack, chosen)
-    trainer = Trainer(run, mesh, stack, data, tokenizer_identity=tokenizer.identity() if tokenizer else None)
+    identity = tokenizer.identity() if tokenizer else None
+    trainer = Trainer(run, mesh, stack, data, tokenizer_identity=identity, run_id=run_id, may_save=may_save)
     trainer.console("\n".join(filter(None, [summary(run, mesh, trainer, ignored), candidates, kept])))
     trainer.load()
+    folder = run.checkpoint.save
     if folder is not None:
         together(mesh.world, lambda: save_config(run, folder) if mesh.world.rank == 0 else None)
     return trainer
@@ -229,6 +254,25 @@ def summary(run: RunConfig, mesh: ParallelMesh, trainer: Trainer, ignored: Seque
     told = RunSummary(run, mesh.world.size, mesh.device.type, trainer.data.describe(), ignored)
     kernels = trainer.stack.embedding.kernels.description
     return f"{told}\n{'kernels':10}{kernels}\n{'speed':10}{mfu_basis(run, mesh.device)}\nsettings that are not at their defaults:\n{changed_settings(run)}"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _leave_without_launcher() -> None:
+    """End this process from any thread, once for the node in words. What it was saving stays unfinished, and nobody takes it for whole."""
+    try:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {GONE}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(EXIT_FAILED_RUN)
+
+
+def _stop_without_folder(error: TakenError) -> None:
+    """Have all ranks stop at the step's edge, where the last save will raise ``error`` again."""
+    print(f"warning: {error}; stopping", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _fail(error: Exception, code: int, alone: bool = False) -> int:

@@ -32,6 +32,7 @@ from domino_lm.checkpoint.index import CheckpointError, DamagedError
 from domino_lm.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredFiles, write_hashed
 from domino_lm.checkpoint.megatron_distributed import COMMON_FILE
 from domino_lm.checkpoint.megatron_state import CHECKPOINT_VERSION
+from domino_lm.checkpoint.owner import TakenError
 from domino_lm.checkpoint.publish import publish, write_synced
 from domino_lm.checkpoint.record import STATE_FILE, native_record
 from domino_lm.checkpoint.retention import Retention, remove_replaced, saving_in
@@ -63,34 +64,38 @@ def save_checkpoint(
     mesh: ParallelMesh,
     run_id: str = "",
     retention: Retention | None = None,
+    may_save: Callable[[], None] | None = None,
 ) -> Path:
     """Save weights, optimizer (unless None) and ``state`` (anything JSON holds) as ``iteration``, and return its folder.
 
     ``run_id`` says in the manifest who saved it; older ones that ``retention`` does not keep are removed once it has been
-    read back. All ranks call this; each replica writes its share. The checkpoint appears under its name only once it is complete and
-    on disk, and the tracker moves last. If any rank fails, all raise CheckpointError, and earlier checkpoints and the
-    tracker stay as they were.
+    read back. Rank 0 calls ``may_save`` before anything in ``folder`` changes; it raises TakenError if nothing may. All ranks call
+    this; each replica writes its share. The checkpoint appears under its name only once it is complete and on disk, and the
+    tracker moves last. If any rank fails, all raise CheckpointError, and earlier checkpoints and the tracker stay as they were.
     """
     steps = 0 if optimizer is None else optimizer.step_count
     # On every rank, so that a state that JSON cannot hold fails before any file exists.
     text = native_record(iteration, vocab_size_of(stack), softmax_rows_of(stack), steps, state)
     final = iteration_folder(folder, iteration)
     unfinished = final.with_name(mesh.world.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"))
+    allowed = may_save or (lambda: None)
     layout = {"world": mesh.world.size, "tensor_parallel": mesh.tp.size, "data_parallel": mesh.dp.size}
     with saving_in(final.parent) if mesh.world.rank == 0 else nullcontext():
         try:
-            _on_first_rank(mesh.world, lambda: unfinished.mkdir(parents=True))
+            _on_first_rank(mesh.world, lambda: _begin(unfinished, allowed))
             written = write_blocks(unfinished, _share(blocks_of_all(stack.parameters(), optimizer, mesh.tp), mesh), mesh.world)
             hashes = {name: one for each in mesh.world.all_gather_object(written) for name, one in each.items()}
             manifest = Manifest(run_id=run_id, iteration=iteration, layout=layout, files=hashes)
-            _on_first_rank(mesh.world, lambda: _complete_and_publish(unfinished, final, manifest, text))
+            _on_first_rank(mesh.world, lambda: _complete_and_publish(unfinished, final, manifest, text, allowed))
         except CheckpointError as error:
             if mesh.world.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
+            if isinstance(error, TakenError):
+                raise
             raise CheckpointError(_save_failure(final, error)) from error
         if retention is not None and (retention.keep_last or retention.retain_interval):
             _on_every_rank(mesh.world, lambda: _read_back(final, written))
-            _on_first_rank(mesh.world, lambda: remove_replaced(final.parent, iteration, retention))
+            _on_first_rank(mesh.world, lambda: _tidy(final.parent, iteration, retention, allowed))
     return final
 
 
@@ -162,7 +167,17 @@ def _share(blocks: Sequence[Block], mesh: ParallelMesh) -> list[Block]:
     return mine
 
 
-def _complete_and_publish(unfinished: Path, final: Path, manifest: Manifest, record: str) -> None:
+def _begin(unfinished: Path, allowed: Callable[[], None]) -> None:
+    allowed()
+    unfinished.mkdir(parents=True)
+
+
+def _tidy(folder: Path, newest: int, retention: Retention, allowed: Callable[[], None]) -> None:
+    allowed()
+    remove_replaced(folder, newest, retention)
+
+
+def _complete_and_publish(unfinished: Path, final: Path, manifest: Manifest, record: str, allowed: Callable[[], None]) -> None:
     """Add everything that is no tensor, check that all files are there, and rename the folder."""
     write_native_files(unfinished, record, manifest)
     faults = StoredFiles(unfinished, verify=False).faults()
@@ -170,6 +185,7 @@ def _complete_and_publish(unfinished: Path, final: Path, manifest: Manifest, rec
         raise CheckpointError(
             f"rank 0 does not see what other ranks wrote ({'; '.join(faults)}); the folder must be on storage that all nodes share"
         )
+    allowed()
     publish(unfinished, final, str(manifest.iteration))
 
 

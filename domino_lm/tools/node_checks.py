@@ -1,20 +1,18 @@
 """Whether the nodes of a job are fit for it: all ranks check together and get the same report."""
 
-import os
 import platform
 import shutil
 import socket
 import statistics
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from domino_lm.launch.shared_folder import PATIENCE_S, unshared
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 
@@ -37,7 +35,7 @@ class Limits:
     min_gbytes_per_s: float = 0.0
     """Bus bandwidth below which a tensor-parallel group is a fault."""
 
-    patience_s: float = 5.0
+    patience_s: float = PATIENCE_S
     """How long a network file system may take to show another node's file."""
 
 
@@ -237,42 +235,14 @@ def _settle(buffer: torch.Tensor) -> None:
 
 def _shared(report: Report, world: Communicator, limits: Limits) -> None:
     """Every rank writes a file; rank 0 must see all of them, and all must see rank 0's."""
-    token = world.broadcast_object(uuid.uuid4().hex)
     for folder in limits.shared:
-        mine = Path(folder) / f".preflight-{token}-{world.rank}"
-        error: str | None = None
-        try:
-            mine.write_text(token)
-        except OSError as raised:
-            error = f"cannot write there: {raised.strerror}"
-        world.barrier()
-        expected = range(world.size) if world.rank == 0 else (0,)
-        if error is None:
-            unseen = _unseen(Path(folder), token, expected, limits.patience_s)
-            error = f"does not see the file of rank {unseen}" if unseen is not None else None
-        errors = world.all_gather_object((socket.gethostname(), error))
-        mine.unlink(missing_ok=True)
-        wrong = [(rank, host, text) for rank, (host, text) in enumerate(errors) if text]
-        bad = min(wrong, key=lambda one: not one[2].startswith("cannot"), default=None)  # the cause before its consequences
+        bad = unshared(folder, world, limits.patience_s)
         fault = None
         if bad is not None:
             fault = f"{folder} is not one folder for all: rank {bad[0]} on {bad[1]} {bad[2]}; mount the same file system on all nodes."
         report.add(f"shared {folder}", "seen by all ranks" if bad is None else f"rank {bad[0]} {bad[2]}", fault)
     if not limits.shared:
         report.add("shared folders", "none named (--shared)")
-
-
-def _unseen(folder: Path, token: str, ranks: Sequence[int], patience_s: float) -> int | None:
-    """The first of ``ranks`` whose file does not appear in time."""
-    until_s = time.monotonic() + patience_s
-    for rank in ranks:
-        path = folder / f".preflight-{token}-{rank}"
-        while not path.exists():
-            if time.monotonic() > until_s:
-                return rank
-            os.listdir(folder) if folder.is_dir() else None  # makes a network file system look again
-            time.sleep(0.05)
-    return None
 
 
 def _disk(report: Report, world: Communicator, limits: Limits) -> None:

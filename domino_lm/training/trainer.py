@@ -16,6 +16,7 @@ import torch
 
 from domino_lm.checkpoint.folder import iteration_folder
 from domino_lm.checkpoint.index import CheckpointError
+from domino_lm.checkpoint.owner import TakenError
 from domino_lm.checkpoint.retention import Retention
 from domino_lm.checkpoint.same_model import refuse_other_model
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
@@ -94,7 +95,8 @@ class FitResult:
 class Trainer:
     """Runs the steps of one run. Built once; every rank of the mesh holds one and calls the same methods.
 
-    ``console`` prints a line (rank 0 alone does).
+    ``console`` prints a line (rank 0 alone does). ``run_id`` names the run in its checkpoints. ``may_save`` is called on rank 0 before anything in ``--save`` changes, and raises
+    TakenError if the folder is no longer this run's.
     """
 
     def __init__(
@@ -106,10 +108,12 @@ class Trainer:
         *,
         console: Callable[[str], None] = print,
         tokenizer_identity: dict[str, str] | None = None,
+        run_id: str = "",
+        may_save: Callable[[], None] | None = None,
     ) -> None:
         self.run, self.mesh, self.stack, self.data = run, mesh, stack, data
         self.console = console if mesh.world.rank == 0 else lambda line: None
-        self.tokenizer_identity = tokenizer_identity
+        self.tokenizer_identity, self._may_save = tokenizer_identity, may_save
         self.batch_plan = BatchPlan.of(run, mesh.world.size)
         self.batch_size = self.batch_plan.full
         self.loss_scale = LossScale.of(run.precision, mesh.device)
@@ -143,7 +147,7 @@ class Trainer:
         self.iteration = 0
         self.consumed_samples = 0
         self._checks = StepChecks(run.training, self.loss_scale)
-        self._run_id = uuid.uuid4().hex  # rank 0's names the run in its checkpoints
+        self._run_id = run_id or uuid.uuid4().hex  # rank 0's counts
         self._saved_at: int | None = None
         self._whole: Path | None = None
         """The last checkpoint that is known to be whole: saved by this run, or loaded."""
@@ -303,10 +307,12 @@ class Trainer:
         optimizer = None if settings.no_save_optim else self.optimizer
         retention = Retention(settings.keep_last, settings.save_retain_interval, self._loaded)
         try:
-            self._whole = save_checkpoint(folder, self.iteration, self.stack, optimizer, state, self.mesh, self._run_id, retention)
+            self._whole = save_checkpoint(
+                folder, self.iteration, self.stack, optimizer, state, self.mesh, self._run_id, retention, self._may_save
+            )
         except CheckpointError as error:
             whole = f"the last whole checkpoint is {self._whole}" if self._whole is not None else "this run has no whole checkpoint"
-            if must or settings.exit_on_save_failure:
+            if must or settings.exit_on_save_failure or isinstance(error, TakenError):
                 raise SaveError(f"{error} The run ends at iteration {self.iteration}; {whole}.") from error
             self._not_saved = f"not saved at iteration {self.iteration}, {whole}: {error}"
             self.console(f"warning: {self._not_saved} Training goes on, and saves again at the next --save-interval.")
