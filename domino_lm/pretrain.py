@@ -23,6 +23,7 @@ from domino_lm.launch.backend import backend_faults, has_gpu
 from domino_lm.launch.checks import run_faults
 from domino_lm.launch.file_checks import check_files, file_faults
 from domino_lm.launch.launcher import Launcher
+from domino_lm.launch.rank_facts import setting_facts, source_facts
 from domino_lm.launch.summary import RunSummary, changed_settings, foreseen_schedule, plan_of_step
 
 if TYPE_CHECKING:
@@ -55,14 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse_command(words, model_of_checkpoint, lambda run: run_faults(run, world_size), files_of=file_faults)
         if command.dry_run or command.print_plan:
             return dry_run(command, world_size)
-        try:
-            check_files(command.run)
-        except ConfigError as error:  # nodes may hold other files: the first rank of each that misses one says so
-            return _fail(error, EXIT_WRONG_SETTINGS, alone=os.environ.get("LOCAL_RANK") == "0")
+        check_files(command.run)
         if command.run.tokenizer.tokenizer_type and command.run.model.vocab_size is not None:
             with_vocabulary(command.run, build_tokenizer(command.run.tokenizer, command.run.model.vocab_size))
     except WRONG_SETTINGS as error:
-        return _fail(error, EXIT_WRONG_SETTINGS)
+        return _fail_before_joining(error, EXIT_WRONG_SETTINGS)
     if command.from_checkpoint and int(os.environ.get("RANK", "0")) == 0:
         print(f"taken from the checkpoint in {command.run.checkpoint.load}: {', '.join(command.from_checkpoint)}", flush=True)
     return train(command.run, command.ignored)
@@ -112,11 +110,14 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
     with Launcher(_leave_without_launcher) as launcher:
         import torch  # from here on, since it takes seconds
 
+        from domino_lm.parallel.agreement import DisagreementError
         from domino_lm.parallel.mesh import MissingBackendError, ParallelMesh
         from domino_lm.training.save_folder import own_folder
 
         try:
-            joined = ParallelMesh.create(run.parallel, kernels=run.kernels)
+            joined = ParallelMesh.create(run.parallel, kernels=run.kernels, met=lambda met: require_same_run(run, met.all_gather_text))
+        except DisagreementError as error:
+            return _fail(error, EXIT_WRONG_SETTINGS)
         except MissingBackendError as error:  # nodes may differ: the first rank of each that cannot says so
             return _fail(error, EXIT_WRONG_SETTINGS, alone=int(os.environ.get("LOCAL_RANK", "0")) == error.first_local_rank)
         except (torch.distributed.DistError, ValueError) as error:
@@ -176,11 +177,13 @@ def build_trainer(
     from domino_lm.model.build import build_stack
     from domino_lm.model.kernels.backends import choose_kernels, install_kernels
     from domino_lm.model.parameter import dtype_of
+    from domino_lm.parallel.agreement import Alike, require_agreement
     from domino_lm.training.trainer import Trainer
 
     run, data, tokenizer = build_data(run, mesh)
     run, kept = with_gelu_of_checkpoint(run)
     run, candidates = settle_schedule(run, mesh)
+    require_agreement(mesh.world.all_gather_object, [Alike(setting_facts(run), "name a --load that is the same folder on all nodes")])
     stack = build_stack(run.model, mesh.tp, run.training.seed, dtype_of(run.precision.params_dtype), mesh.device)
     chosen = together(mesh.world, lambda: choose_kernels(run.kernels, mesh.device, stack.embedding.weight.dtype, run.model.hidden_size))
     install_kernels(stack, chosen)
@@ -196,24 +199,32 @@ def build_trainer(
 
 def build_data(run: RunConfig, mesh: ParallelMesh) -> tuple[RunConfig, RunData, Tokenizer | None]:
     """Tokenizer and data sets, and ``run`` with the vocabulary that they settle. Raises one of WRONG_SETTINGS on every rank."""
+    from domino_lm.parallel.agreement import Alike, require_agreement
     from domino_lm.training.run_data import RunData
 
     tokenizer = together(mesh.world, lambda: build_tokenizer(run.tokenizer, run.model.vocab_size) if run.tokenizer.tokenizer_type else None)
+    if tokenizer is not None:
+        files = {f"the tokenizer's {name}": value for name, value in tokenizer.identity().items()}
+        require_agreement(mesh.world.all_gather_object, [Alike(files, "copy the same tokenizer to all nodes")])
     run = with_vocabulary(run, tokenizer)
     data = together(mesh.world, lambda: RunData.build(run, tokenizer, mesh))
-    require_same_data(mesh.world, data.fingerprint())
+    for kind in together(mesh.world, data.alike):  # the files before the order that follows from them
+        require_agreement(mesh.world.all_gather_object, [kind])
     return run, data, tokenizer
 
 
-def require_same_data(world: Communicator, fingerprint: str) -> None:
-    """Raise DatasetError on every rank if their ``fingerprint`` of the data differs: nodes may hold other files under the same path."""
-    found = world.all_gather_object(fingerprint)
-    others = [rank for rank, each in enumerate(found) if each != found[0]]
-    if others:
-        raise DatasetError(
-            f"rank {others[0]} finds other data than rank 0 (fingerprints {found[others[0]][:12]} and {found[0][:12]}); "
-            "copy the same .bin and .idx files to all nodes, or name files that all nodes share."
-        )
+def require_same_run(run: RunConfig, gather: Callable[[str], list[str]]) -> None:
+    """Raise DisagreementError, on every rank, if ranks have other settings, another PyTorch or another program; ``gather`` gives every rank's text."""
+    import torch
+
+    from domino_lm.parallel.agreement import Alike, require_agreement
+
+    kinds = [
+        Alike(setting_facts(run), "start every rank with the same flags"),
+        Alike({"PyTorch": torch.__version__}, "install the same version on all nodes"),
+        Alike(source_facts(run.model.model), "put the same program on all nodes"),
+    ]
+    require_agreement(gather, kinds)
 
 
 def together(world: Communicator, build: Callable[[], Result]) -> Result:
@@ -283,6 +294,15 @@ def _fail(error: Exception, code: int, alone: bool = False) -> int:
     else:
         time.sleep(SECONDS_FOR_RANK_0)
     return code
+
+
+def _fail_before_joining(error: Exception, code: int) -> int:
+    """Print an error that other ranks may have too; returns the exit code. Rank 0 is first, and torchrun then ends the others of its node.
+
+    Those that still run after a while have other flags or files than rank 0, or are on another node: the first one there speaks.
+    """
+    time.sleep(SECONDS_FOR_RANK_0 * (1 + int(os.environ.get("LOCAL_RANK", "0")) / 2) if int(os.environ.get("RANK", "0")) else 0)
+    return _fail(error, code, alone=True)
 
 
 def show_warning(

@@ -1,16 +1,13 @@
 """The training, validation and test sets of a run, from whatever form the data is named in."""
 
-import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from domino_lm.config.data import DataConfig
 from domino_lm.data.blended import Blend, BlendedDataset, first_few, normalised, parse_blend, source_sizes, source_targets
-from domino_lm.data.continued import ContinuedDataset
 from domino_lm.data.gpt_dataset import (
     SPLITS,
     EmptySplitError,
@@ -142,18 +139,6 @@ def build_splits(sources: DataSources, sizes: Sequence[int | None], config: GPTD
                 f"{first_few(tiny)}: the {name} split has less than one sample of tokens; every sample repeats some of them.", stacklevel=2
             )
     return Splits(next(iter(found["train"]), None), list(found["valid"]), next(iter(found["test"]), None))
-
-
-def fingerprint(datasets: Iterable[Dataset | ContinuedDataset]) -> str:
-    """Hash of everything that decides which samples a run reads and in which order; the same on nodes with copies of the files."""
-    identities = [_without_times(dataset.identity()) for dataset in datasets]
-    return hashlib.sha256(json.dumps(identities, sort_keys=True).encode()).hexdigest()
-
-
-def _without_times(identity: Any) -> Any:
-    if isinstance(identity, dict):
-        return {key: _without_times(value) for key, value in identity.items() if key != "mtimes_ns"}
-    return [_without_times(value) for value in identity] if isinstance(identity, list) else identity
 
 
 class _Builder:

@@ -1,6 +1,7 @@
 """The grid of ranks: tensor-parallel neighbours inside, data-parallel replicas across."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -12,6 +13,7 @@ from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.settings import ConfigError, ParallelConfig
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.gloo_pair import PairCommunicator
+from domino_lm.parallel.rendezvous import Rendezvous
 
 
 class MissingBackendError(ConfigError):
@@ -31,12 +33,19 @@ class ParallelMesh:
     device: torch.device
 
     @classmethod
-    def create(cls, parallel: ParallelConfig, device: torch.device | None = None, kernels: KernelConfig | None = None) -> Self:
+    def create(
+        cls,
+        parallel: ParallelConfig,
+        device: torch.device | None = None,
+        kernels: KernelConfig | None = None,
+        met: Callable[[Rendezvous], None] = lambda rendezvous: None,
+    ) -> Self:
         """Join the ranks that torchrun started, or stand alone as one plain process.
 
         Reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``. Rank r is tensor-parallel rank ``r % t`` of replica ``r // t``.
-        ``kernels`` says how NCCL's kernels share the GPU. Raises ConfigError if t does not divide the number of ranks,
-        MissingBackendError if the backend cannot carry data between this machine's devices.
+        ``kernels`` says how NCCL's kernels share the GPU. ``met`` is called, if there are several ranks, when they have met and
+        have no process groups yet: ranks with other settings would wait for different ones. Raises ConfigError if t does not
+        divide the number of ranks, MissingBackendError if the backend cannot carry data between this machine's devices.
         """
         kernels = kernels or KernelConfig()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -53,7 +62,10 @@ class ParallelMesh:
         if device.type == "cuda":
             _take(device)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
+        rendezvous = Rendezvous.join(timeout)
+        met(rendezvous)
+        rank, store = rendezvous.rank, rendezvous.part("default_pg")
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=rendezvous.size)
         return cls.from_world(parallel.tensor_model_parallel_size, device, timeout, kernels if backend == "nccl" else None)
 
     @classmethod
@@ -145,20 +157,6 @@ def _nccl_options(nccl: KernelConfig | None, group: str) -> Any:
     if nccl.nccl_max_ctas is not None:
         options.config.min_ctas, options.config.max_ctas = 1, nccl.nccl_max_ctas
     return options
-
-
-def _fresh_store(timeout: timedelta) -> dict[str, Any]:
-    """Where the ranks of a single node meet after torchrun has restarted them: apart from the addresses of those that died.
-
-    torchrun keeps one store over all restarts, in which gloo would find them. With several nodes the count of restarts
-    differs between nodes, so PyTorch's own store is kept.
-    """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
-        return {}
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-    apart = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
-    return {"store": apart, "rank": rank, "world_size": size}
 
 
 def _join(groups: list[list[int]], rank: int, timeout: timedelta | None, options: Any = None) -> Communicator:

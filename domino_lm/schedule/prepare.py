@@ -6,15 +6,18 @@ from collections import defaultdict
 
 import torch
 
-from domino_lm.config.settings import ConfigError, ScheduleConfig
+from domino_lm.config.settings import ScheduleConfig
 from domino_lm.model.parameter import Parameter
 from domino_lm.model.stack import Stack
+from domino_lm.parallel.agreement import DisagreementError, values_by_ranks
 from domino_lm.parallel.buckets import GradientBuckets
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.cuts import Uncut, resolve_cut
 from domino_lm.schedule.plan import Plan
 from domino_lm.schedule.step import Gradient, step_plan
+
+SHOWN_HASH = 12
 
 
 def prepare_plan(
@@ -51,17 +54,17 @@ def prepare_plan(
 def compare_plans(plan: Plan, world: Communicator) -> None:
     """Make sure that every rank is about to issue the same ops; a difference would hang in a collective.
 
-    Raises ConfigError on every rank, with the first op that differs.
+    Raises DisagreementError on every rank, with the first op that differs.
     """
     digests = world.all_gather_object(plan.digest())
     if len(set(digests)) == 1:
         return
     texts = [text.splitlines() for text in world.all_gather_object(str(plan))]
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    longest = max(len(texts[0]), len(texts[other]))
-    first, second = ([*text, *["(no further op)"] * (longest - len(text))] for text in (texts[0], texts[other]))
-    position = next((i for i in range(longest) if first[i] != second[i]), None)
-    where = "the cut of the micro-batch" if position is None else f"op {position}: {first[position]!r} against {second[position]!r}"
-    raise ConfigError(
-        f"rank 0 and rank {other} would run different plans; they differ in {where}. Start every rank with the same flags and version."
-    )
+    longest = max(map(len, texts))
+    ops = [[*text, *["no further op"] * (longest - len(text))] for text in texts]
+    position = next((i for i, each in enumerate(zip(*ops, strict=True)) if len(set(each)) > 1), None)
+    if position is None:
+        what, values = "the cut of the micro-batch", [digest[:SHOWN_HASH] for digest in digests]
+    else:
+        what, values = f"op {position} of the plan", [each[position] for each in ops]
+    raise DisagreementError(f"the ranks disagree on {what}: {values_by_ranks(values)}; start every rank with the same flags and version.")

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
+from domino_lm.launch.rank_facts import source_facts, sources_hash
 from domino_lm.launch.shared_folder import PATIENCE_S, unshared
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
@@ -63,6 +64,7 @@ def own_facts(device: torch.device) -> dict[str, str]:
         "Python": platform.python_version(),
         "PyTorch": torch.__version__,
         "domino_lm": _package_version(),
+        "its sources": sources_hash(source_facts()),
         "CUDA": str(torch.version.cuda or torch.version.hip or "none"),
         "NCCL": "none",
         "device": "CPU",

@@ -14,13 +14,16 @@ from domino_lm.data.continued import ContinuedDataset, DataRecord, continue_data
 from domino_lm.data.gpt_dataset import GPTDatasetConfig
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.loader import Batches
+from domino_lm.data.rank_facts import file_facts, order_facts
 from domino_lm.data.samplers import CyclicSampler, FullPassSampler, Sampler, SequentialSampler
-from domino_lm.data.splits import Dataset, Splits, build_splits, fingerprint, sources_of
+from domino_lm.data.splits import Dataset, Splits, build_splits, sources_of
 from domino_lm.data.tokenizers.tokenizer import Tokenizer
 from domino_lm.model.batch import MicroBatch
+from domino_lm.parallel.agreement import Alike
 from domino_lm.parallel.mesh import ParallelMesh
 
 SHOWN_SOURCES = 20
+SAME_FILES = "copy the same .bin and .idx files to all nodes, or name files that all nodes share"
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,12 @@ class RunData:
             return self.valid
         return () if self.test is None else (self.test,)
 
-    def fingerprint(self) -> str:
-        """Hash of what decides the samples and their order; ranks that differ would train on different data."""
-        return fingerprint([self.train, *self.valid, *([self.test] if self.test is not None else [])])
+    def alike(self) -> list[Alike]:
+        """What decides the samples and their order, by kind: ranks that differ would train on different data."""
+        assert not isinstance(self.train, ContinuedDataset), "ranks compare their data before it goes on with a checkpoint's"
+        valid = [("validation" if len(self.valid) == 1 else f"validation {i}", dataset) for i, dataset in enumerate(self.valid)]
+        named = [("training", self.train), *valid, *([("test", self.test)] if self.test is not None else [])]
+        return [Alike(file_facts(dataset for _, dataset in named), SAME_FILES), Alike(order_facts(named), SAME_FILES)]
 
     def describe(self) -> str:
         """How many samples training has, what it takes from each source, how often, and why nothing is evaluated, if nothing is."""

@@ -1,24 +1,17 @@
-"""Where a run finds its data: flags that name it once, and ranks that must agree on what they found."""
+"""Where a run finds its data: flags that name it once."""
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from domino_lm.config.arguments import parse_arguments
 from domino_lm.config.data import DataConfig
 from domino_lm.config.settings import ConfigError
 from domino_lm.data.blended import Blend
-from domino_lm.data.gpt_dataset import GPTDatasetConfig
-from domino_lm.data.indexed import IndexedDatasetWriter
-from domino_lm.data.indices import DatasetError
-from domino_lm.data.splits import DataSources, build_splits, fingerprint, sources_of
+from domino_lm.data.splits import DataSources, sources_of
 from domino_lm.launch.checks import check_run
-from domino_lm.pretrain import require_same_data
 
 BASE = "--preset debug-gpt --lr 1e-3 --micro-batch-size 2 --train-iters 10 --vocab-size 100"
-CONFIG = GPTDatasetConfig(sequence_length=4, seed=1)
 
 
 def sources(flags: str) -> DataSources:
@@ -82,47 +75,3 @@ def test_numbers_without_a_vocabulary_are_refused() -> None:
 
 def test_one_prefix_is_data_too() -> None:
     assert sources_of(DataConfig(data_path="a")) == DataSources(blend=Blend(("a",)))  # type: ignore[arg-type]
-
-
-def write(prefix: Path, tokens: int = 41) -> str:
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document(np.arange(tokens))
-    return str(prefix)
-
-
-def fingerprint_of(*prefixes: str, **changes: Any) -> str:
-    spec = DataSources(blend=Blend(prefixes), split="1")
-    return fingerprint(
-        [dataset for _, dataset in build_splits(spec, (5, 0, 0), GPTDatasetConfig(**{"sequence_length": 4, "seed": 1} | changes)).named()]
-    )
-
-
-def test_copies_of_the_files_have_one_fingerprint(tmp_path: Path) -> None:
-    assert fingerprint_of(write(tmp_path / "a")) == fingerprint_of(write(tmp_path / "b"))
-
-
-def test_other_files_and_another_order_have_other_fingerprints(tmp_path: Path) -> None:
-    first = write(tmp_path / "a")
-    assert (
-        len({fingerprint_of(first), fingerprint_of(write(tmp_path / "b", 42)), fingerprint_of(first, seed=2), fingerprint_of(first, first)})
-        == 4
-    )
-
-
-class Ranks:
-    """A communicator whose other ranks have fingerprints of their own."""
-
-    def __init__(self, *others: str) -> None:
-        self.others = others
-
-    def all_gather_object(self, mine: str) -> list[str]:
-        return [mine, *self.others]
-
-
-def test_ranks_with_other_data_are_refused_on_all() -> None:
-    with pytest.raises(DatasetError, match=r"rank 2 finds other data than rank 0 \(fingerprints b and a\)"):
-        require_same_data(Ranks("a", "b"), "a")  # type: ignore[arg-type]
-
-
-def test_ranks_with_the_same_data_go_on() -> None:
-    require_same_data(Ranks("a", "a"), "a")  # type: ignore[arg-type]
