@@ -4,8 +4,11 @@ import json
 import math
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
+
+from domino_lm.schedule.timeline import whole_file
 
 
 class MetricsFile:
@@ -24,10 +27,8 @@ class MetricsFile:
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             kept = [line for line in read_lines(path) if line.get("iteration", 0) <= iteration] if iteration else []
-            unfinished = f"{path}.tmp-{os.getpid()}"
-            with open(unfinished, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in kept)
-            os.replace(unfinished, path)
+            with whole_file(path) as unfinished:
+                unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             return cls(open(path, "a", encoding="utf-8"))
         except OSError as error:
             warnings.warn(f"--metrics-file {path} cannot be written ({error}); training goes on without it.", stacklevel=2)
@@ -43,6 +44,8 @@ class MetricsFile:
             self._file.flush()
         except OSError as error:
             warnings.warn(f"the metrics file can no longer be written ({error}); training goes on without it.", stacklevel=2)
+            with suppress(OSError):
+                self._file.close()
             self._file = None
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import struct
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,7 @@ class TensorBoardLog:
         """
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank needs it
 
+        silence_writer()
         try:
             os.makedirs(folder, exist_ok=True)
             if iteration:
@@ -134,6 +136,18 @@ class TensorBoardLog:
             self._writer = None
 
 
+def silence_writer() -> None:
+    """Keep what the disk does to TensorBoard's own thread from being printed: the next call gets the same error, and warns of it."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+            before(args)
+
+    if getattr(before, "__qualname__", "") != hook.__qualname__:  # once for a process
+        threading.excepthook = hook
+
+
 def drop_later_points(folder: str, iteration: int, consumed_samples: int) -> None:
     """Rewrite the event files of ``folder`` without scalars beyond ``iteration``, or beyond ``consumed_samples`` if that is their axis.
 
@@ -148,13 +162,16 @@ def drop_later_points(folder: str, iteration: int, consumed_samples: int) -> Non
         if len(kept) == len(events):
             continue
         beside = path.with_name(".trimmed")  # a name that TensorBoard does not read
-        with open(beside, "wb") as file:
-            writer = RecordWriter(file)
-            for event in kept:
-                writer.write(event.SerializeToString())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        try:
+            with open(beside, "wb") as file:
+                writer = RecordWriter(file)
+                for event in kept:
+                    writer.write(event.SerializeToString())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def _without_later(events: Iterable[Any], iteration: int, consumed_samples: int) -> Iterator[Any]:
