@@ -21,10 +21,12 @@ from domino_lm.data.tokenizers.build import build_tokenizer
 from domino_lm.data.tokenizers.tokenizer import Tokenizer, TokenizerError
 from domino_lm.launch.backend import backend_faults, has_gpu
 from domino_lm.launch.checks import run_faults
+from domino_lm.launch.exit_code import EXIT_FAILED_RUN, EXIT_NOT_SAVED, EXIT_WRONG_SETTINGS, forget_exit_code, leave_exit_code
 from domino_lm.launch.file_checks import check_files, file_faults
 from domino_lm.launch.launcher import Launcher
 from domino_lm.launch.rank_facts import setting_facts, source_facts
 from domino_lm.launch.summary import RunSummary, changed_settings, foreseen_schedule, plan_of_step
+from domino_lm.training.stop import BeforeTraining
 
 if TYPE_CHECKING:
     from domino_lm.checkpoint.owner import Claim, TakenError
@@ -36,11 +38,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 WRONG_SETTINGS = (ConfigError, DatasetError, IndexedDatasetError, TokenizerError)
-EXIT_WRONG_SETTINGS = 2
-EXIT_FAILED_RUN = 1
-EXIT_NOT_SAVED = 3
-"""A run that could not save its last state."""
-
 GONE = "torchrun, which started this rank, is gone, so the run ends here and saves nothing more."
 
 SECONDS_FOR_RANK_0 = 1.0
@@ -49,10 +46,16 @@ SECONDS_FOR_RANK_0 = 1.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code. Rank 0 alone prints, each error once."""
+    forget_exit_code()
+    with BeforeTraining() as before:
+        return leave_exit_code(run_command(sys.argv[1:] if argv is None else argv, before))
+
+
+def run_command(words: Sequence[str], before: BeforeTraining) -> int:
+    """As `main`; ``before`` is told when training begins."""
     warnings.showwarning = show_warning
     try:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        words = sys.argv[1:] if argv is None else argv
         command = parse_command(words, model_of_checkpoint, lambda run: run_faults(run, world_size), files_of=file_faults)
         if command.dry_run or command.print_plan:
             return dry_run(command, world_size)
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail_before_joining(error, EXIT_WRONG_SETTINGS)
     if command.from_checkpoint and int(os.environ.get("RANK", "0")) == 0:
         print(f"taken from the checkpoint in {command.run.checkpoint.load}: {', '.join(command.from_checkpoint)}", flush=True)
-    return train(command.run, command.ignored)
+    return train(command.run, command.ignored, before.over)
 
 
 def model_of_checkpoint(folder: str, iteration: int | None, explicit: Mapping[str, object]) -> dict[str, object] | None:
@@ -105,8 +108,11 @@ def dry_run(command: Command, world_size: int) -> int:
     return 0
 
 
-def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
-    """Join the other ranks, take the folder of ``--save``, and train; returns the exit code. ``ignored`` flags are listed."""
+def train(run: RunConfig, ignored: Sequence[str] = (), begins: Callable[[], None] = lambda: None) -> int:
+    """Join the other ranks, take the folder of ``--save``, and train; returns the exit code.
+
+    ``ignored`` flags are listed; ``begins`` is called before the first step.
+    """
     with Launcher(_leave_without_launcher) as launcher:
         import torch  # from here on, since it takes seconds
 
@@ -131,13 +137,15 @@ def train(run: RunConfig, ignored: Sequence[str] = ()) -> int:
         with joined as mesh:
             try:
                 with own_folder(folder, mesh.world, _say, _stop_without_folder) as claim:
-                    return train_on(run, mesh, ignored, claim.run_id if claim else "", lambda: require_own(claim, launcher))
+                    return train_on(run, mesh, ignored, claim.run_id if claim else "", lambda: require_own(claim, launcher), begins)
             except ConfigError as error:
                 return _fail(error, EXIT_WRONG_SETTINGS)
 
 
-def train_on(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str], run_id: str, may_save: Callable[[], None]) -> int:
-    """Build everything on the ranks of ``mesh``, and train; returns the exit code. ``run_id`` and ``may_save`` are those of `Trainer`."""
+def train_on(
+    run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str], run_id: str, may_save: Callable[[], None], begins: Callable[[], None]
+) -> int:
+    """As `train`, on the ranks of ``mesh``. ``run_id`` and ``may_save`` are those of `Trainer`."""
     from domino_lm.checkpoint.index import CheckpointError
     from domino_lm.training.trainer import SaveError, TrainingError
 
@@ -147,6 +155,7 @@ def train_on(run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str], run_id:
         return _fail(error, EXIT_WRONG_SETTINGS)
     except CheckpointError as error:
         return _fail(error, EXIT_FAILED_RUN)
+    begins()
     try:
         trainer.console(str(trainer.fit()))
     except SaveError as error:
@@ -277,7 +286,7 @@ def _leave_without_launcher() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {GONE}", file=sys.stderr, flush=True)
     finally:
-        os._exit(EXIT_FAILED_RUN)
+        os._exit(leave_exit_code(EXIT_FAILED_RUN))
 
 
 def _stop_without_folder(error: TakenError) -> None:

@@ -18,15 +18,8 @@ from domino_lm.config.settings import ConfigError, RunConfig, refuse
 from domino_lm.data.tokenizers.build import build_tokenizer
 from domino_lm.data.tokenizers.tokenizer import Tokenizer
 from domino_lm.launch.checks import run_faults
-from domino_lm.pretrain import (
-    EXIT_FAILED_RUN,
-    EXIT_WRONG_SETTINGS,
-    SECONDS_FOR_RANK_0,
-    WRONG_SETTINGS,
-    show_warning,
-    together,
-    with_vocabulary,
-)
+from domino_lm.launch.exit_code import EXIT_FAILED_RUN, EXIT_WRONG_SETTINGS
+from domino_lm.pretrain import SECONDS_FOR_RANK_0, WRONG_SETTINGS, show_warning, together, with_vocabulary
 from domino_lm.tools.setting_flags import add_flags
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from domino_lm.training.lr_schedule import LearningRateSchedule
 from domino_lm.training.optimizer import Optimizer, Rates
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.step_checks import StepChecks
-from domino_lm.training.stop import Asked, StopSignal
+from domino_lm.training.stop import STOP_NAMES, Asked, RunSignals, Standing
 from domino_lm.watch.metrics import StepReport, validation_line
 from domino_lm.watch.watch import Watch
 
@@ -63,7 +63,7 @@ class FitResult:
 
     iteration: int
     reason: str
-    """finished, skip-train, SIGTERM, exit-interval, exit-samples or exit-duration-in-mins."""
+    """finished, skip-train, SIGINT, SIGHUP, SIGTERM, exit-interval, exit-samples or exit-duration-in-mins."""
 
     first_loss: float | None
     """Of the first step here that was not skipped, before it changed a weight; None if there is none."""
@@ -172,14 +172,14 @@ class Trainer:
         garbage = GarbageCollection(self.run.training.manual_gc, self.run.training.manual_gc_interval)
         reason = "finished"
         try:
-            with StopSignal() as signal, garbage:
+            with RunSignals(lambda: self._standing(begin), speaks=self.mesh.world.rank == 0) as signals, garbage:
                 batches = None if self._at_end() or self.run.training.skip_train else self.training_batches()
                 epochs = EpochCount(self.data.train, self.consumed_samples)
                 while batches is not None and not self._at_end():
                     if self.iteration + 1 in self.run.training.iterations_to_skip:
                         self._leave_out(batches)
                         continue
-                    asked = Asked(signal.asked, self._out_of_time(began_s))
+                    asked = signals.take(self._out_of_time(began_s))
                     recorder = self._recorder(begin, watch)
                     report, agreed = self.step(batches, asked, recorder)
                     if recorder is not None and self._is_timeline_step(begin):
@@ -192,19 +192,21 @@ class Trainer:
                         self.console(f"data repeats from iteration {self.iteration} on: {begun}")
                     garbage.step(self.iteration)
                     reason = self._reason_to_stop(agreed) or reason
-                    if reason == "SIGTERM":
+                    if agreed.stop_signal:
                         break
                     if self._due(self.run.training.eval_interval):
                         garbage.collect()
                         self._evaluate_split("valid", watch)
                     if reason != "finished":
                         break
-                    if self._due(self.run.checkpoint.save_interval):
+                    if self._due(self.run.checkpoint.save_interval) or agreed.save:
                         garbage.collect()
                         self.save()
                 if not self.run.training.skip_train:
                     self.save(must=True)
-                if reason != "SIGTERM" and (fault := self._checks.skipped.fault_of_run()) is not None:
+                if reason in STOP_NAMES and self.run.checkpoint.save is None:
+                    raise SaveError(f"{reason} ended the run at iteration {self.iteration}, and without --save nothing of it is kept.")
+                if reason not in STOP_NAMES and (fault := self._checks.skipped.fault_of_run()) is not None:
                     raise TrainingError(fault)
                 if reason == "finished":
                     for split in ("valid", "test"):
@@ -228,7 +230,7 @@ class Trainer:
         if self.lr_schedule.decoupled is not None:
             self._learning_rates[1].fill_(self.lr_schedule.decoupled_value())
         made = self.executor.run_step(micro_batches, self.iteration, recorder)
-        loss_sum, tokens, masked, signals, over, loss_scale, grad_norm, skipped, *logged = self._read_edge(made, asked or Asked())
+        loss_sum, tokens, masked, agreed, loss_scale, grad_norm, skipped, *logged = self._read_edge(made, asked or Asked())
         self.iteration += 1
         self.consumed_samples += size
         if not skipped:
@@ -252,7 +254,7 @@ class Trainer:
         fault = self._checks.fault(report, self._saved_at)
         if fault is not None:
             raise TrainingError(fault)
-        return report, Asked(signals > 0, over > 0)
+        return report, agreed
 
     def _take(self, batches: MicroBatches, size: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global batch of ``size``."""
@@ -397,16 +399,16 @@ class Trainer:
         zeros = {"num_zeros": int(next(values))} if logging.log_num_zeros_in_grad else {}
         return zeros | ({"params_norm": next(values)} if logging.log_params_norm else {})
 
-    def _read_edge(self, made: StepResult, asked: Asked) -> list[float]:
-        """The one host read of a step: loss sum, tokens, masked micro-batches, ranks that ask to stop (by signal, by time), loss scale,
-        what `_update` found."""
+    def _read_edge(self, made: StepResult, asked: Asked) -> tuple[Any, ...]:
+        """The one host read of a step: loss sum, tokens, masked micro-batches, what any rank asks for, loss scale, what `_update` found."""
         counted = self.mesh.tp.rank == 0  # the ranks of a TP group hold the same loss
         sums = [value.double() * counted for value in (made.loss_sum, made.tokens, made.masked)]
         mine = torch.stack([*sums, *(made.loss_sum.new_full((), flag).double() for flag in asked)])
         total = self.mesh.world.all_reduce(mine)
         scale = total.new_ones(()) if self.loss_scale is None else self.loss_scale.value
         values: list[float] = torch.cat([total, torch.stack([value.double() for value in (scale, *made.found)])]).tolist()
-        return values
+        summed, asks, found = values[: len(sums)], values[len(sums) : len(mine)], values[len(mine) :]
+        return *summed, Asked(*(count > 0 for count in asks)), *found
 
     def _go_on_with_data(self, position: dict[str, Any] | None) -> None:
         """Continue reading where the checkpoint stopped, in each source apart if its mixture is another."""
@@ -434,7 +436,7 @@ class Trainer:
         """Why the run ends after this step, the same on every rank; empty if it goes on."""
         training = self.run.training
         reasons = {
-            "SIGTERM": agreed.signal,
+            agreed.stop_signal: bool(agreed.stop_signal),
             "exit-duration-in-mins": agreed.time_over,
             "exit-interval": self._due(training.exit_interval),
             "exit-samples": training.exit_samples is not None and self.consumed_samples >= training.exit_samples,
@@ -445,6 +447,11 @@ class Trainer:
         """Say what the log line does not of the steps since the last one, and what else there is."""
         for warning in filter(None, [*others, *self._checks.warnings()]):
             self.console(f"warning: {warning}")
+
+    def _standing(self, begin: int) -> Standing:
+        """What would be left if the run, which began after iteration ``begin``, ended now."""
+        kept_at = self._saved_at if self._saved_at is not None else begin
+        return Standing(self.iteration, kept_at, self._whole, self.run.checkpoint.save is not None)
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.iteration % interval == 0  # type: ignore[operator]

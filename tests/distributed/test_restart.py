@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.training_runs import REPOSITORY, TINY, write_tokens
+from tests.distributed.training_runs import REPOSITORY, TINY, ranks_of, write_tokens
 
 PATIENCE_S = 150
 
@@ -35,13 +35,11 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint(tmp_path: Path, nod
         while not (saved / "latest_checkpointed_iteration.txt").exists():
             assert time.monotonic() < until_s, [output.read_text() for output in outputs]
             time.sleep(0.2)
-        victim = launchers[-1].pid
-        children = Path(f"/proc/{victim}/task/{victim}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
+        os.kill(ranks_of(launchers[-1].pid)[-1], signal.SIGKILL)
         codes = [launcher.wait(PATIENCE_S) for launcher in launchers]
     finally:
         for launcher in launchers:
-            launcher.kill()
+            launcher.terminate()
             launcher.wait()
     text = "".join(output.read_text() for output in outputs)
     assert codes == [0] * nodes, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -58,4 +59,16 @@ def program(tokens: Path, flags: str, ranks: int = 1, script: Sequence[str] = ("
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, *script, *f"{TINY} --data-path {tokens} {flags}".split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed_signals)
+
+
+def heed_signals() -> None:
+    """In a child: a test run in the background of a shell ignores SIGINT, and a program would inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes at the end of a chain of launchers."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return (ranks_of(children[0]) or children) if len(children) == 1 else children

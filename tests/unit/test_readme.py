@@ -16,7 +16,17 @@ from domino_lm.config.toml_file import PRESET
 from domino_lm.launch.checks import check_run
 from tests.documents import DOCUMENTS, ROOT, RUN_BY, blocks, commands, run_by, typed
 
-LAUNCHERS = {"--standalone", "--nproc-per-node", "--max-restarts", "--rdzv-backend", "--nodes", "--export", "--help"}
+LAUNCHERS = {
+    "--standalone",
+    "--nproc-per-node",
+    "--max-restarts",
+    "--rdzv-backend",
+    "--nodes",
+    "--export",
+    "--help",
+    "--signal",
+    "--shutdown-timeout",
+}
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
