@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from domino_lm.config.arguments import Command, parse_command
 from domino_lm.config.settings import ConfigError, RunConfig
-from domino_lm.config.toml_file import config_text, save_config
+from domino_lm.config.toml_file import config_text, require_writable, save_config
 from domino_lm.data.indexed import IndexedDatasetError
 from domino_lm.data.indices import DatasetError
 from domino_lm.data.splits import sources_of
@@ -126,6 +126,8 @@ def train(run: RunConfig, ignored: Sequence[str] = (), begins: Callable[[], None
             return _fail(error, EXIT_WRONG_SETTINGS)
         except MissingBackendError as error:  # nodes may differ: the first rank of each that cannot says so
             return _fail(error, EXIT_WRONG_SETTINGS, alone=int(os.environ.get("LOCAL_RANK", "0")) == error.first_local_rank)
+        except ConfigError as error:  # an environment variable, which may differ between nodes
+            return _fail(error, EXIT_WRONG_SETTINGS, alone=os.environ.get("LOCAL_RANK", "0") == "0")
         except (torch.distributed.DistError, ValueError) as error:
             world, minutes = os.environ.get("WORLD_SIZE", "1"), run.parallel.distributed_timeout_minutes
             reason = ConfigError(
@@ -189,6 +191,9 @@ def build_trainer(
     from domino_lm.parallel.agreement import Alike, require_agreement
     from domino_lm.training.trainer import Trainer
 
+    dump = run.logging.dump_on_nan
+    if dump is not None:
+        together(mesh.world, lambda: require_writable(dump, "--dump-on-nan"))
     run, data, tokenizer = build_data(run, mesh)
     run, kept = with_gelu_of_checkpoint(run)
     run, candidates = settle_schedule(run, mesh)

@@ -29,6 +29,7 @@ _COMMAND = re.compile(
 _DOCUMENTS = "distributed/test_documents.py::test_"
 _COMMANDS = "distributed/test_document_commands.py::test_"
 RUN_BY = {
+    r"--dump-on-nan runs|--replay runs": "distributed/test_nan_dump.py::test_a_broken_weight_is_found_and_shown_again_as_the_page_says",
     r"\$(MODEL|RUN)\b|^TWO=|parallel_blocks": "distributed/test_any_transformer.py::test_the_page_runs_as_it_is_typed",
     r"^make$": f"{_COMMANDS}make_alone_lists_every_target",
     r"^make (check|format)": f"{_COMMANDS}make_format_mends_what_make_check_refuses",

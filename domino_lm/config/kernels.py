@@ -22,6 +22,9 @@ class KernelConfig:
     cuda_graph_warmup_steps: int = 3
     """Steps that run eagerly before --cuda-graph captures."""
 
+    tf32: bool = False
+    """Multiply matrices of fp32 in TF32 on GPUs, several times as fast: operands are rounded to 11 bits, sums stay fp32."""
+
     fp8_format: Literal["hybrid", "e4m3"] | None = None
     """GEMMs of attention and MLP with 8-bit operands: hybrid takes E4M3 forward and E5M2 for gradients, e4m3 takes it everywhere; None computes in the model's dtype."""
 
@@ -36,6 +39,9 @@ class KernelConfig:
 
     apex_optimizer: bool = False
     """AdamW by Apex's fused kernel in place of PyTorch's, which does the same in one pass too."""
+
+    deterministic_mode: bool = False
+    """Give the same bits in every run on the same machines and layout, on GPUs too: PyTorch's deterministic kernels alone, cuBLAS and NCCL with what is reproducible. Slower there; on CPUs it is so always."""
 
     high_priority_stream_groups: tuple[str, ...] = ()
     """Groups whose NCCL kernels run on streams of high priority: tp, dp."""

@@ -433,6 +433,9 @@ class LoggingConfig:
     wandb_save_dir: str | None = None
     """Folder for its local files."""
 
+    dump_on_nan: str | None = None
+    """Write the first step that is not finite into this folder: the first op, part and row that made it so, the statistics of its inputs, its samples and its weights; domino-lm-verify --replay shows it again. Costs a second run of that step, and a copy of the weights on disk."""
+
     timeline: str | None = None
     """Write the measured timeline of one step here, as a Chrome trace (FILE.json) and a picture (FILE.png); rank 0's view."""
 

@@ -73,7 +73,7 @@ def config_text(run: RunConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def require_writable(folder: str) -> None:
+def require_writable(folder: str, flag: str = "--save") -> None:
     """Make ``folder`` if it is missing, and a file in it for a moment: a run must not find out after hours. Raises ConfigError."""
     probe = Path(folder) / f".writable.tmp-{os.getpid()}"
     try:
@@ -81,7 +81,7 @@ def require_writable(folder: str) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"--save {folder} cannot be written: {error.strerror}; give a folder that can.") from error
+        raise ConfigError(f"{flag} {folder} cannot be written: {error.strerror}; give a folder that can.") from error
 
 
 def save_config(run: RunConfig, folder: str) -> Path:

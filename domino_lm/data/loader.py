@@ -49,7 +49,10 @@ class Batches:
         self.consumed_samples = sampler.consumed_samples
         self.blocked_s = 0.0
         self._pool = ThreadPoolExecutor(workers, "batches") if workers else None
-        self._ahead: deque[Callable[[], dict[str, Array]]] = deque()
+        self._ahead: deque[tuple[list[int], Callable[[], dict[str, Array]]]] = deque()
+        self.numbers: list[int] = []
+        """Those of the samples that were handed out last."""
+
         self._depth = workers * BATCHES_AHEAD or 1
 
     def __iter__(self) -> Self:
@@ -59,10 +62,11 @@ class Batches:
         begin = time.perf_counter()
         while len(self._ahead) < self._depth and (indices := next(self._indices, None)) is not None:
             read = partial(self._collated, indices)
-            self._ahead.append(read if self._pool is None else self._pool.submit(read).result)
+            self._ahead.append((indices, read if self._pool is None else self._pool.submit(read).result))
         if not self._ahead:
             raise self._end()
-        batch = self._ahead.popleft()()
+        self.numbers, reading = self._ahead.popleft()
+        batch = reading()
         self.blocked_s += time.perf_counter() - begin
         self.consumed_samples += self._sampler.samples_per_step
         return batch

@@ -99,12 +99,16 @@ class RunSummary:
 def memory_estimate(run: RunConfig, world_size: int, device: str) -> Memory:
     """What one rank holds at the peak of a step. A schedule still to be chosen (auto) counts as the default one."""
     plan, shapes, count = _step(run, world_size, device)
-    return memory_of(
+    found = memory_of(
         chain.from_iterable(step_templates(plan, min(SHOWN_MICRO_BATCHES, count))),
         shapes,
         gradient_bytes=run.precision.gradient_bytes,
         optimizer_bytes=run.precision.optimizer_bytes(run.optimizer.optimizer),
     )
+    masks = (
+        count * run.training.micro_batch_size * run.model.seq_length**2 if run.data.reset_attention_mask else 0
+    )  # a byte each, for the step
+    return replace(found, activations=found.activations + masks)
 
 
 def plan_of_step(run: RunConfig, world_size: int, device: str, layer: int | None = None) -> str:
@@ -162,7 +166,9 @@ def schedule_reason(run: RunConfig) -> str:
 
 def switched_on(run: RunConfig, world_size: int, device: str = "cpu") -> Iterator[str]:
     """What is not part of every run, one line each."""
-    yield from _formats(run)
+    yield from _formats(run, device)
+    if run.kernels.deterministic_mode:
+        yield "deterministic mode: the same bits in every run on the same machines and layout (docs/determinism.md)"
     yield from _fp8(run.kernels, device)
     schedule, tp, replicas = run.schedule, run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
     if schedule.sequence_parallel and tp > 1:
@@ -204,9 +210,13 @@ def _shared_out(schedule: ScheduleConfig, replicas: int) -> Iterator[str]:
         yield f"distributed optimizer: each of {replicas} replicas keeps a share of {what}; updated parameters are gathered {gathers}"
 
 
-def _formats(run: RunConfig) -> Iterator[str]:
-    """Number formats that are not fp32 throughout."""
+def _formats(run: RunConfig, device: str) -> Iterator[str]:
+    """Number formats that are not fp32 throughout, and that a GPU is slow in fp32."""
     precision = run.precision
+    if precision.element_bytes == 4 and device == "cuda":
+        tf32 = "TF32" if run.kernels.tf32 else "fp32"
+        others = "--bf16 is twice as fast" if run.kernels.tf32 else "--bf16 is several times as fast, --tf32 comes near it"
+        yield f"warning: GEMMs in {tf32} on GPUs: {others}, and bf16 takes half the memory for weights and activations"
     if precision.element_bytes < 4:
         kept = f"gradients in {precision.gradient_dtype}, master weights in float32"
         yield f"{precision.params_dtype}: weights, activations and tensor-parallel collectives; {kept}"
@@ -255,6 +265,7 @@ def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
         ("sgd_momentum", not sgd, "AdamW has no momentum of SGD's"),
         ("adam_beta1 adam_beta2 adam_eps", sgd, "SGD has no moments of AdamW's"),
         ("save_interval", run.checkpoint.save is None, "--save names no folder, so nothing is saved"),
+        ("tf32", run.precision.element_bytes < 4, f"there are no GEMMs of fp32 in {run.precision.params_dtype}"),
         ("timeline_iteration", logs.timeline is None, "--timeline names no file"),
         ("tensorboard_log_interval", logs.tensorboard_dir is None, "--tensorboard-dir names no folder"),
         ("wandb_exp_name wandb_save_dir", logs.wandb_project is None, "--wandb-project names no project"),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from domino_lm.model.batch import Row, RowContext
-from domino_lm.model.kernels.attention_kernels import attend
+from domino_lm.model.kernels.attention_kernels import attend, takes_grouped_heads
 from domino_lm.model.parameter import Parameter
 from domino_lm.model.part import ShardedPart
 from domino_lm.parallel.collectives import Communicator
@@ -55,7 +55,7 @@ class Attention(ShardedPart):
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, n/t, s, d], 2 x [b, g/t, s, d]
         drops = self.dropout > 0 and row.dropout is not None
         repeat = query.shape[1] // self.local_groups
-        if repeat > 1 and (drops or not h.is_cuda):  # no kernel there takes grouped heads
+        if repeat > 1 and (drops or not takes_grouped_heads(query, row.attention_mask)):
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         keys, values = ctx.extend(key), ctx.extend(value)
         out = self._with_dropout(query, keys, values, row) if drops else attend(query, keys, values, row.attention_mask)

@@ -17,6 +17,7 @@ class Rank(NamedTuple):
     element_bytes: int = 4  # of an activation: 2 for bf16, 4 for fp32
     fused: bool = False  # bias, dropout and residual add are one kernel each way; False: eager PyTorch
     composes_kernels: bool = False  # RMSNorm and grouped heads consist of smaller kernels, whose results are kept, as on CPUs
+    repeats_heads: bool = False  # grouped heads are repeated elsewhere too, as on GPUs in fp32 and under attention masks
 
 
 class Traffic(NamedTuple):

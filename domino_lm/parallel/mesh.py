@@ -12,7 +12,9 @@ import torch.distributed as dist
 from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.settings import ConfigError, ParallelConfig
 from domino_lm.parallel.collectives import Communicator
+from domino_lm.parallel.determinism import set_variables, use_deterministic_kernels
 from domino_lm.parallel.gloo_pair import PairCommunicator
+from domino_lm.parallel.nccl_variables import set_nccl_variables
 from domino_lm.parallel.rendezvous import Rendezvous
 
 
@@ -43,15 +45,19 @@ class ParallelMesh:
         """Join the ranks that torchrun started, or stand alone as one plain process.
 
         Reads ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``. Rank r is tensor-parallel rank ``r % t`` of replica ``r // t``.
-        ``kernels`` says how NCCL's kernels share the GPU. ``met`` is called, if there are several ranks, when they have met and
-        have no process groups yet: ranks with other settings would wait for different ones. Raises ConfigError if t does not
-        divide the number of ranks, MissingBackendError if the backend cannot carry data between this machine's devices.
+        ``kernels`` says how NCCL's kernels share the GPU, and whether results are to be reproducible. ``met`` is called, if there are
+        several ranks, when they have met and have no process groups yet: ranks with other settings would wait for different ones.
+        Raises ConfigError if t does not divide the number of ranks, or if the environment asks for what is not reproducible,
+        MissingBackendError if the backend cannot carry data between this machine's devices.
         """
         kernels = kernels or KernelConfig()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         check_layout(parallel, world_size)
         if kernels.cuda_device_max_connections is not None:  # read once, when the first context is made
             os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(kernels.cuda_device_max_connections)
+        if kernels.deterministic_mode:
+            set_variables(os.environ)
+            use_deterministic_kernels()
         device = device if device is not None else default_device()
         if world_size == 1:
             return cls.single(device)
@@ -61,6 +67,8 @@ class ParallelMesh:
             raise MissingBackendError(fault)
         if device.type == "cuda":
             _take(device)
+        if backend == "nccl":
+            set_nccl_variables(os.environ, kernels, torch.__version__)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         rendezvous = Rendezvous.join(timeout)
         met(rendezvous)

@@ -147,7 +147,9 @@ def _core_bytes(part: PartShape, row: int, shapes: Shapes) -> float:
 
 def _graph_bytes(part: PartShape, row: int, shapes: Shapes) -> float:
     """What autograd keeps of the core: of spelled-out attention the softmax (in fp32), the same after dropout, and a byte that says what
-    was kept of each score."""
+    was kept of each score; of fused attention under a mask that mask, which all heads share, in the model's type."""
+    if shapes.masked and part.attention_width and not part.explicit_heads:
+        return part.autograd_bytes_per_token * shapes.rows[row].tokens + shapes.rows[row].square * shapes.element_bytes
     scores = part.explicit_heads * shapes.rows[row].square
     size = shapes.element_bytes
     return part.autograd_bytes_per_token * shapes.rows[row].tokens + scores * (max(size, FP32_BYTES) + size + 1)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from domino_lm.config.settings import ModelConfig
 from domino_lm.model.families.lookup import family_of
-from domino_lm.model.shapes import MAIN_GRAD_BYTES, PartShape, Rank, Traffic
+from domino_lm.model.shapes import FP32_BYTES, MAIN_GRAD_BYTES, PartShape, Rank, Traffic
 from domino_lm.schedule.ops import DP_LINK, Kind, Op, Slicing, is_gather
 from domino_lm.schedule.plan import Plan
 from domino_lm.simulate.hardware import CoreAttention, Gemm, Hardware, Pass
@@ -61,6 +61,9 @@ class Shapes:
 
     data_parallel: int = 1
     """Ranks that the optimizer's work is shared out over, if the plan shares it."""
+
+    masked: bool = False
+    """Whether samples have attention masks, which fused kernels read as numbers of the model's type."""
 
     @property
     def replicas_share(self) -> int:
@@ -118,9 +121,15 @@ class Work(NamedTuple):
 
 
 def shapes_of(
-    model: ModelConfig, plan: Plan, tensor_parallel: int, hardware: Hardware, micro_batch_size: int, data_parallel: int = 1
+    model: ModelConfig,
+    plan: Plan,
+    tensor_parallel: int,
+    hardware: Hardware,
+    micro_batch_size: int,
+    data_parallel: int = 1,
+    masked: bool = False,
 ) -> Shapes:
-    """Shape records of ``plan`` on one of ``tensor_parallel`` x ``data_parallel`` ranks."""
+    """Shape records of ``plan`` on one of ``tensor_parallel`` x ``data_parallel`` ranks; ``masked`` if samples have attention masks."""
     sizes = plan.slicing.row_sizes
     if plan.slicing.sequence_rows:
         offsets = [sum(sizes[:row]) for row in range(len(sizes))]
@@ -128,19 +137,21 @@ def shapes_of(
     else:
         rows = tuple(RowShape(size, model.seq_length) for size in sizes)
     return Shapes(
-        model_parts(model, tensor_parallel, hardware),
+        model_parts(model, tensor_parallel, hardware, masked),
         rows,
         plan.slicing,
         hardware.element_bytes,
         tensor_parallel,
         hardware.composes_kernels,
         data_parallel,
+        masked,
     )
 
 
-def model_parts(model: ModelConfig, tensor_parallel: int, hardware: Hardware) -> tuple[PartShape, ...]:
-    """The model's chain, part by part, as one of ``tensor_parallel`` ranks of ``hardware`` holds it."""
-    return family_of(model).shapes(Rank(tensor_parallel, hardware.element_bytes, hardware.fused, hardware.composes_kernels))
+def model_parts(model: ModelConfig, tensor_parallel: int, hardware: Hardware, masked: bool = False) -> tuple[PartShape, ...]:
+    """The model's chain, part by part, as one of ``tensor_parallel`` ranks of ``hardware`` holds it; ``masked`` if samples have attention masks."""
+    repeats = not hardware.fused and (masked or hardware.element_bytes == FP32_BYTES)
+    return family_of(model).shapes(Rank(tensor_parallel, hardware.element_bytes, hardware.fused, hardware.composes_kernels, repeats))
 
 
 def cost(op: Op, shapes: Shapes) -> Work:

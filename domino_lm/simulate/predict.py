@@ -48,6 +48,9 @@ class Setting:
     micro_batches: int = 1
     """Micro-batches of one step on each rank."""
 
+    masked: bool = False
+    """Whether samples have attention masks (--reset-attention-mask)."""
+
     @classmethod
     def of(cls, run: RunConfig, world_size: int, hardware: Hardware) -> Self:
         """``run`` on ``world_size`` devices of ``hardware``, its largest batch if batches grow."""
@@ -59,6 +62,7 @@ class Setting:
             data_parallel=replicas,
             micro_batch_size=size,
             micro_batches=global_batch_size(run, world_size) // (size * replicas),
+            masked=run.data.reset_attention_mask,
         )
 
     @property
@@ -180,11 +184,12 @@ def planned(setting: Setting, schedule: ScheduleConfig, *, serial: bool = False)
 
     With ``serial`` each tensor-parallel collective is waited for where it starts. Raises ConfigError if it cannot be cut so.
     """
-    parts = model_parts(setting.model, setting.tensor_parallel, setting.hardware)
+    parts = model_parts(setting.model, setting.tensor_parallel, setting.hardware, setting.masked)
     gradients = list(_gradients(parts, setting.tensor_parallel))
     plan, _ = step_plan(parts, schedule, resolve_cut(schedule, setting.uncut), gradients, setting.data_parallel)
     plan = serialize(plan) if serial else plan
-    return plan, shapes_of(setting.model, plan, setting.tensor_parallel, setting.hardware, setting.micro_batch_size, setting.data_parallel)
+    layout = (setting.tensor_parallel, setting.hardware, setting.micro_batch_size, setting.data_parallel)
+    return plan, shapes_of(setting.model, plan, *layout, masked=setting.masked)
 
 
 def _gradients(parts: Sequence[PartShape], tensor_parallel: int) -> Iterator[Gradient]:

@@ -1,10 +1,12 @@
 """Is my parallel run right? Takes the flags of training, under the same torchrun, and compares with a single rank.
 
     torchrun --standalone --nproc-per-node 2 -m domino_lm.tools.verify --preset debug-gpt --tensor-model-parallel-size 2 ...
+    torchrun --standalone --nproc-per-node 2 -m domino_lm.tools.verify --replay DIR
 
 Runs a few steps on one rank, on the requested layout in Megatron's order, and under the requested schedule, from the same
 initial weights and on the same samples; prints loss, gradient norm and the tensors that differ most, and what is normal.
-Exit code 0: all is normal; 3: something is not; 2: wrong flags.
+With --replay it runs a step again that --dump-on-nan has written, on as many ranks, and shows the first op that is not finite.
+Exit code 0: all is normal, or the replayed step did the same again; 3: it is not, or did not; 2: wrong flags.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
 from domino_lm.config.settings import RunConfig
 from domino_lm.launch.checks import run_faults
 from domino_lm.pretrain import WRONG_SETTINGS, build_data, show_warning
+from domino_lm.tools.replay import replay
 
 EXIT_WRONG_SETTINGS, EXIT_NOT_NORMAL = 2, 3
 LEARNING_RATE = 1e-3
@@ -30,6 +33,7 @@ def flag_parser() -> argparse.ArgumentParser:
     parser.add_argument("--verify-steps", type=int, default=3, help="steps of each run (default 3)")
     parser.add_argument("--verify-dtype", choices=["float64", "float32"], default="float64", help="float64 tells a bug from rounding")
     parser.add_argument("--verify-largest", type=int, default=200_000_000, help="parameters that one rank can hold; layers are cut to fit")
+    parser.add_argument("--replay", metavar="DIR", help="run the step again that --dump-on-nan has written there; no other flag is needed")
     parser.epilog = "All flags of training follow; see domino-lm-pretrain --help."
     return parser
 
@@ -40,6 +44,11 @@ def main() -> int:
     first = os.environ.get("RANK", "0") == "0"
     warnings.showwarning = show_warning
     try:
+        if own.replay is not None:
+            told, again = replay(own.replay)
+            if first:
+                print(told, flush=True)
+            return 0 if again else EXIT_NOT_NORMAL
         world_size, length = int(os.environ.get("WORLD_SIZE", "1")), {"lr": LEARNING_RATE, "train_iters": own.verify_steps}
         run = parse_arguments(training_flags, lambda run: run_faults(run, world_size), unless_said=length)
         return verify_run(run, own)

@@ -140,6 +140,8 @@ class MicroBatches:
         self._device: torch.device = mesh.device
         self._stride = micro_batch_size * mesh.dp.size
         self._first = micro_batch_size * mesh.dp.rank
+        self.numbers: list[list[int]] = []
+        """Those of the last step's samples in the training set, for each micro-batch."""
 
     @property
     def blocked_s(self) -> float:
@@ -148,7 +150,11 @@ class MicroBatches:
 
     def take(self, count: int) -> list[MicroBatch]:
         """The next step's ``count`` micro-batches; each knows where its first sample stands in the global batch."""
-        return [MicroBatch.from_samples(next(self._batches), self._device, self._first + self._stride * i) for i in range(count)]
+        self.numbers, taken = [], []
+        for i in range(count):
+            taken.append(MicroBatch.from_samples(next(self._batches), self._device, self._first + self._stride * i))
+            self.numbers.append(self._batches.numbers)
+        return taken
 
 
 def evaluation_batches(dataset: Dataset, run: RunConfig, mesh: ParallelMesh) -> Iterator[MicroBatch]:

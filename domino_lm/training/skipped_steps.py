@@ -12,7 +12,12 @@ class SkippedSteps:
 
     def __init__(self, training: TrainingConfig, scale: LossScale | None) -> None:
         self._training, self._scale = training, scale
-        self._in_a_row = 0
+        self.in_a_row = 0
+        """Steps up to now that count."""
+
+        self.scale_used: float | None = None
+        """The loss scale of the last step; None if there is none."""
+
         self._made = self._skipped = 0
         self._last: StepReport | None = None
         self.begin()
@@ -27,18 +32,19 @@ class SkippedSteps:
         A gradient that overflows under a dynamic loss scale counts for nothing, as long as the scale can fall.
         """
         used, self._scale_used = self._scale_used, report.loss_scale
+        self.scale_used = None if self._scale is None else used
         self._made, self._skipped, self._last = self._made + 1, self._skipped + report.skipped, report
         finite_loss, scale = math.isfinite(report.loss_sum), self._scale
         if report.skipped and finite_loss and scale is not None and scale.dynamic and used > scale.minimum:
             return None
-        self._in_a_row = self._in_a_row + 1 if report.skipped or not finite_loss else 0
+        self.in_a_row = self.in_a_row + 1 if report.skipped or not finite_loss else 0
         limit = self._training.most_skipped_steps
-        if self._in_a_row <= limit:
+        if self.in_a_row <= limit:
             return None
         flag = "--check-for-nan-in-loss-and-grad" if self._training.check_for_nan_in_loss_and_grad else f"--max-skipped-steps {limit}"
         scaled = f", loss scale {used:g}" if scale is not None else ""
         return (
-            f"loss or gradient was not finite in {self._in_a_row} step(s) in a row, the last at iteration {report.iteration} "
+            f"loss or gradient was not finite in {self.in_a_row} step(s) in a row, the last at iteration {report.iteration} "
             f"(loss {report.loss}, gradient norm {report.grad_norm}{scaled}); {flag} ends the run here. No weight took part "
             f"in these steps; {last_saved(saved_at)}. Lower --lr, lengthen --lr-warmup-iters, or look at the data of these iterations."
         )

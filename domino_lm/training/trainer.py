@@ -41,6 +41,7 @@ from domino_lm.training.apex_adam import find_adamw
 from domino_lm.training.garbage import GarbageCollection
 from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule
+from domino_lm.training.nan_dump import NanDump, PastStep
 from domino_lm.training.optimizer import Optimizer, Rates
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.step_checks import StepChecks
@@ -147,6 +148,8 @@ class Trainer:
         self.iteration = 0
         self.consumed_samples = 0
         self._checks = StepChecks(run.training, self.loss_scale)
+        folder = run.logging.dump_on_nan
+        self._nan_dump = None if folder is None else NanDump(folder, run, self.executor, self.optimizer)
         self._run_id = run_id or uuid.uuid4().hex  # rank 0's counts
         self._saved_at: int | None = None
         self._whole: Path | None = None
@@ -252,6 +255,10 @@ class Trainer:
             **self._named(logged),
         )
         fault = self._checks.fault(report, self._saved_at)
+        if self._nan_dump is not None and self._checks.skipped.in_a_row:
+            past = PastStep(self.iteration - 1, micro_batches, self._checks.skipped.scale_used)
+            if said := self._nan_dump.write(past, report, batches.numbers):
+                self.console(said)
         if fault is not None:
             raise TrainingError(fault)
         return report, agreed
@@ -465,9 +472,12 @@ class Trainer:
         return self.run.logging.timeline is not None and self.iteration - begin == self.run.logging.timeline_iteration
 
     def _recorder(self, begin: int, watch: Watch) -> AnyRecorder | None:
-        """One for the step that ``--timeline`` asks for, and for steps whose waits are logged, on rank 0."""
+        """One for the step that ``--timeline`` asks for, and on rank 0 for steps whose waits are logged.
+
+        The first is on every rank: a recorded step is not replayed from graphs, and NCCL needs all ranks to do alike.
+        """
         wanted = self.run.logging.timeline is not None and self.iteration + 1 - begin == self.run.logging.timeline_iteration
-        return Recorder.on(self.mesh.device) if (wanted and self.mesh.world.rank == 0) or watch.wants_exposed(self.iteration + 1) else None
+        return Recorder.on(self.mesh.device) if wanted or watch.wants_exposed(self.iteration + 1) else None
 
     def _exposed_s(self, recorder: AnyRecorder | None) -> float | None:
         """Time that compute stood waiting for a link."""
@@ -479,6 +489,8 @@ class Trainer:
         """Chrome trace and picture; what cannot be written is a warning, since training does not need it."""
         assert self.run.logging.timeline is not None
         self.executor.complete_gathers()
+        if self.mesh.world.rank != 0:
+            return
         stem = self.run.logging.timeline.removesuffix(".json").removesuffix(".png")
         layout = f"TP {self.mesh.tp.size} x DP {self.mesh.dp.size}"
         timeline = Timeline.of(recorder.spans, f"step {self.iteration}, rank 0", {"layout": layout, "device": self.mesh.device.type})

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A GPT of a million parameters, to see that everything works: two processes, CPUs will do.
+# A GPT of a million parameters, to see that everything works: on 2 processes of 1 GiB, CPUs will do.
 set -euo pipefail
 folder=$(cd "$(dirname "$0")" && pwd)
 : "${DATA_PATH:?is the prefix of a .bin/.idx pair, or a blend: weight prefix weight prefix}"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# GPT-3 13B: 300 billion tokens, two million a step.
+# GPT-3 13B: 300 billion tokens, two million a step, on 8 GPUs of 80 GiB or more of them.
 set -euo pipefail
 folder=$(cd "$(dirname "$0")" && pwd)
 : "${DATA_PATH:?is the prefix of a .bin/.idx pair, or a blend: weight prefix weight prefix}"
 TOKENIZER=${TOKENIZER:---tokenizer-type GPT2BPETokenizer --vocab-file ${VOCAB_FILE:?is GPT-2 vocab.json} --merge-file ${MERGE_FILE:?is GPT-2 merges.txt}}
 # shellcheck disable=SC2086  # DATA_PATH and TOKENIZER may be lists of words
 exec "$folder/../launch.sh" \
-  --preset gpt3-13b --tensor-model-parallel-size "${TP:-8}" --recompute-granularity selective \
+  --preset gpt3-13b --tensor-model-parallel-size "${TP:-8}" --bf16 --use-distributed-optimizer \
   --data-path $DATA_PATH --split 969,30,1 $TOKENIZER \
   --micro-batch-size 4 --global-batch-size 1024 --train-samples 146484375 --lr-decay-samples 126953125 --lr-warmup-samples 183105 \
   --lr 1e-4 --min-lr 1e-5 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 \

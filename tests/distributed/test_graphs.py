@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from domino_lm.training.optimizer import Optimizer, Rates
 from domino_lm.training.trainer import Trainer
 from tests.distributed.models import GPT, LLAMA, MICRO_BATCH, SEED, micro_batches
 from tests.distributed.training_runs import built, steps, write_tokens
+from tests.rank_pool import RankPool
 from tests.recorded_graphs import RecordedGraphs
 
 CPU = torch.device("cpu")
@@ -162,3 +164,25 @@ def test_a_trainer_whose_steps_are_replayed_reports_what_the_plain_one_does(
         for name in ("loss_sum", "grad_norm", "learning_rate", "loss_scale", "params_norm", "skipped", "tokens"):
             assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5), name
     assert (len({report.loss_scale for report in plain}) > 1) == ("fp16" in flags)
+
+
+def recorded_steps(mesh: ParallelMesh, tokens: Path, folder: Path) -> tuple[list[int], list[str]]:
+    """The steps that this rank is told to record, which are not replayed, and what it prints."""
+    lines: list[str] = []
+    trainer = built(mesh, tokens, f"--timeline {folder}/step --timeline-iteration 5 --eval-interval 0 --log-interval 100")
+    trainer.console, run_step, recorded = lines.append, trainer.executor.run_step, []
+
+    def noted(batches: Any, iteration: int, recorder: Any = None) -> Any:
+        recorded.extend([iteration + 1] if recorder is not None else [])
+        return run_step(batches, iteration, recorder)
+
+    trainer.executor.run_step = noted  # type: ignore[method-assign]
+    trainer.fit()
+    return recorded, lines
+
+
+def test_every_rank_records_the_step_of_the_timeline_and_rank_0_writes_it(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    (first, printed), (second, silent) = ranks(2).run(recorded_steps, write_tokens(tmp_path), tmp_path, tp=2)
+    assert first == second == [5]
+    assert [line for line in printed if "wrote the timeline of step 5" in line]
+    assert not [line for line in silent if "timeline" in line]

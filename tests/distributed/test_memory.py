@@ -31,14 +31,20 @@ REPEATS = 3
 
 
 def peak(
-    mesh: ParallelMesh, schedule: ScheduleConfig, model: ModelConfig = MODEL, micro_batches: int = 1, dtype: torch.dtype = torch.float32
+    mesh: ParallelMesh,
+    schedule: ScheduleConfig,
+    model: ModelConfig = MODEL,
+    micro_batches: int = 1,
+    dtype: torch.dtype = torch.float32,
+    masked: bool = False,
 ) -> int:
     """Bytes of a step when everything that is kept between steps exists: the least of some, since gloo's threads let buffers go late."""
     stack = build_stack(model, mesh.tp, 1, dtype)
     plan, gradients = prepare_plan(stack, mesh, schedule, SAMPLES, model.seq_length)
     executor = Executor(plan, stack, mesh, gradients)
     tokens = torch.randint(0, 256, (model.seq_length, SAMPLES))
-    batches = [MicroBatch(tokens, tokens.roll(-1, 0), torch.ones(tokens.shape))] * micro_batches
+    mask = torch.ones(SAMPLES, 1, model.seq_length, model.seq_length, dtype=torch.bool).triu(1) if masked else None
+    batches = [MicroBatch(tokens, tokens.roll(-1, 0), torch.ones(tokens.shape), attention_mask=mask)] * micro_batches
     executor.run_step(batches, 1)
     return min(peak_bytes(lambda: executor.run_step(batches, 2)) for _ in range(REPEATS))
 
@@ -97,10 +103,12 @@ COMPARED = [("gpt", name) for name in ESTIMATED] + [("llama", name) for name in 
 COMPARED += [("gpt with dropout", name) for name in ("baseline", "four sequence rows", "selective", "full")]
 
 
-def estimated(model: ModelConfig, schedule: ScheduleConfig, micro_batches: int, tensor_parallel: int, element_bytes: int = 4) -> Memory:
+def estimated(
+    model: ModelConfig, schedule: ScheduleConfig, micro_batches: int, tensor_parallel: int, element_bytes: int = 4, masked: bool = False
+) -> Memory:
     """What a start-up summary says of one rank on CPUs."""
     hardware = replace(HARDWARE["dgx-h100"], cpu=True, element_bytes=element_bytes, fused=False)
-    setting = Setting(model=model, hardware=hardware, tensor_parallel=tensor_parallel, micro_batch_size=SAMPLES)
+    setting = Setting(model=model, hardware=hardware, tensor_parallel=tensor_parallel, micro_batch_size=SAMPLES, masked=masked)
     plan, shapes = planned(setting, schedule)
     return memory_of(chain.from_iterable(step_templates(plan, micro_batches)), shapes)
 
@@ -131,6 +139,14 @@ def test_the_estimate_of_activations_is_within_a_tenth_of_the_measured_peak(rank
 def test_so_it_is_in_bf16(ranks: Ranks, model: str, schedule: str) -> None:
     measured = min(ranks(2).run(peak, ESTIMATED[schedule], MODELS[model], 1, torch.bfloat16))
     assert estimated(MODELS[model], ESTIMATED[schedule], 1, 2, 2).activations == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"), [("llama", "baseline"), pytest.param("gpt", "four sequence rows", marks=pytest.mark.exhaustive)]
+)
+def test_so_it_is_under_attention_masks(ranks: Ranks, model: str, schedule: str) -> None:
+    measured = min(ranks(2).run(peak, ESTIMATED[schedule], MODELS[model], 1, torch.float32, True))
+    assert estimated(MODELS[model], ESTIMATED[schedule], 1, 2, 4, True).activations == pytest.approx(measured, rel=0.1)
 
 
 def test_weights_and_gradients_take_what_the_estimate_says(ranks: Ranks) -> None:

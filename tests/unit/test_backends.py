@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from domino_lm.config.kernels import KernelConfig
 from domino_lm.config.settings import ConfigError
 from domino_lm.model.kernels import apex, backends, pointwise
 from domino_lm.model.kernels.apex import ApexNorms, ApexWgradLinear
-from domino_lm.model.kernels.backends import accumulates_rightly, choose_kernels, multiplies_rightly, normalises_rightly
+from domino_lm.model.kernels.backends import accumulates_rightly, choose_kernels, multiplies_rightly, normalises_rightly, shows_not_finite
 from domino_lm.model.kernels.fp8 import Fp8Format, Fp8Linear, Quantised, quantise
 from domino_lm.model.kernels.transformer_engine import TransformerEngineQuantiser
 from domino_lm.model.linear import Linear, MixedAddmmLinear
@@ -111,7 +112,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     modules: dict[str, Any] = {}
     monkeypatch.setattr(apex, "find", modules.get)
     real_wgrad, real_norm = accumulates_rightly, normalises_rightly
+    real_probe = shows_not_finite
     monkeypatch.setattr(backends, "multiplies_rightly", lambda linear, device, dtype: True)
+    monkeypatch.setattr(backends, "shows_not_finite", lambda quantiser, fmt, device, dtype: real_probe(quantiser, fmt, CPU, dtype))
     monkeypatch.setattr(backends, "accumulates_rightly", lambda linear, device, dtype: real_wgrad(linear, CPU, dtype))
     monkeypatch.setattr(backends, "normalises_rightly", lambda norm, device, dtype, size: real_norm(norm, CPU, dtype, size))
     return modules
@@ -161,6 +164,52 @@ def test_an_8_bit_kernel_that_fails_or_is_wrong_is_found_out() -> None:
         assert multiplies_rightly(Fp8Linear(hybrid, Linear()), CPU, dtype)
     assert not multiplies_rightly(Fp8Linear(hybrid, Linear(), scaled_twice), CPU, FP32)
     assert not multiplies_rightly(Fp8Linear(hybrid, Linear(), absent), CPU, FP32)
+
+
+def hiding(bad: str, order: str) -> Any:
+    """A quantiser that saturates one kind of element that is not finite, in one order of the matrix."""
+
+    def saturating(matrix: Tensor, dtype: torch.dtype, transposed: bool) -> Quantised:
+        hidden = {"inf": torch.isposinf, "-inf": torch.isneginf, "nan": torch.isnan}[bad](matrix)
+        found = quantise(matrix, dtype, transposed)
+        kept = quantise(matrix.masked_fill(hidden, 448), dtype, transposed)
+        return kept if order == "both" else found._replace(columns=kept.columns, inverse_scale=kept.inverse_scale)
+
+    return saturating
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_quantiser_that_hides_what_is_not_finite_is_found_out(dtype: torch.dtype) -> None:
+    for name in ("hybrid", "e4m3"):
+        assert shows_not_finite(quantise, Fp8Format.of(name, CPU), CPU, dtype)
+        for bad in ("inf", "-inf", "nan"):
+            assert not shows_not_finite(hiding(bad, "both"), Fp8Format.of(name, CPU), CPU, dtype)
+    assert not shows_not_finite(hiding("inf", "columns"), Fp8Format.of("e4m3", CPU), CPU, dtype)
+
+
+def test_transformer_engine_is_passed_over_if_it_hides_infinity(on_a_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backends, "import_module", lambda name: SimpleNamespace(__version__="2.9"))
+    settings = KernelConfig(fp8_format="hybrid")
+    for quantiser, named in ((quantise, "Transformer Engine 2.9"), (hiding("inf", "both"), "PyTorch")):
+        monkeypatch.setattr(backends, "find_quantiser", lambda device, found=quantiser: found)
+        assert choose_kernels(settings, CUDA, BF16, 64).description.endswith(f"quantised by {named}")
+
+
+@pytest.fixture
+def without_tf32() -> Iterator[None]:
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("on_a_gpu", "without_tf32")
+@pytest.mark.parametrize("asked", [False, True])
+def test_tf32_is_a_setting_of_gpus(asked: bool) -> None:
+    assert "TF32" not in choose_kernels(KernelConfig(tf32=asked), CPU, FP32, 64).description
+    assert torch.backends.cuda.matmul.allow_tf32 is False
+    assert ("GEMMs of fp32 in TF32" in choose_kernels(KernelConfig(tf32=asked), CUDA, FP32, 64).description) == asked
+    assert torch.backends.cuda.matmul.allow_tf32 is asked
 
 
 def test_fp8_without_8_bit_gemms_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from domino_lm.config.kernels import KernelConfig
-from domino_lm.config.settings import ParallelConfig
+from domino_lm.config.settings import ConfigError, ParallelConfig
 from domino_lm.model.batch import to_device
 from domino_lm.parallel.mesh import ParallelMesh, _nccl_options
+from domino_lm.parallel.nccl_variables import set_nccl_variables
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -58,6 +59,42 @@ def test_hardware_queues_are_set_before_a_device_is_chosen(monkeypatch: pytest.M
     monkeypatch.setattr("domino_lm.parallel.mesh.default_device", default_device)
     ParallelMesh.create(ParallelConfig(), kernels=KernelConfig(cuda_device_max_connections=queues))
     assert seen == [expected]
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "expected"),
+    [("2.6.0+cu124", None, "1"), ("2.7.1", None, "1"), ("2.7.1", "0", "0"), ("2.8.0", None, None), ("2.13.0a0+git1", None, None)],
+)
+def test_an_older_pytorch_is_told_not_to_hold_memory_back(version: str, given: str | None, expected: str | None) -> None:
+    environment = {} if given is None else {"TORCH_NCCL_AVOID_RECORD_STREAMS": given}
+    set_nccl_variables(environment, KernelConfig(), version)
+    assert environment.get("TORCH_NCCL_AVOID_RECORD_STREAMS") == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "graphs", "expected"),
+    [
+        (EXPANDABLE, True, "0"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments: True"}, True, "0"),
+        (EXPANDABLE | {"NCCL_GRAPH_REGISTER": "0"}, True, "0"),
+        (EXPANDABLE, False, None),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True,expandable_segments:False"}, True, None),
+        ({}, True, None),
+    ],
+)
+def test_graphs_with_memory_that_moves_register_no_buffers(variables: dict[str, str], graphs: bool, expected: str | None) -> None:
+    environment = dict(variables)
+    set_nccl_variables(environment, KernelConfig(cuda_graph=graphs), "2.13.0")
+    assert environment.get("NCCL_GRAPH_REGISTER") == expected
+
+
+def test_graphs_with_memory_that_moves_and_registered_buffers_are_refused() -> None:
+    environment = EXPANDABLE | {"NCCL_GRAPH_REGISTER": "1"}
+    with pytest.raises(ConfigError, match=r"--cuda-graph with PYTORCH_CUDA_ALLOC_CONF=.* needs NCCL_GRAPH_REGISTER=0, .* but it is 1"):
+        set_nccl_variables(environment, KernelConfig(cuda_graph=True), "2.13.0")
 
 
 class HostTensor:

@@ -37,6 +37,19 @@ def test_every_make_target_exists(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_test_that_is_named_exists(document: str) -> None:
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (ROOT / document).read_text())
+    places = [
+        (folder / file, name)
+        for file, name in named
+        for folder in (ROOT / "tests", ROOT / "tests" / "unit" / "data")
+        if (folder / file).exists()
+    ]
+    assert len(places) >= len(named)
+    assert [f"{file}::{name}" for file, name in places if f"def {name}(" not in file.read_text()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_file_that_is_named_exists(document: str) -> None:
     text = (ROOT / document).read_text()
     named = re.findall(r"`((?:domino_lm|tools|tests|examples|docs|benchmarks|\.ci)/[\w./-]+|[A-Z]+(?:\.md)?)`", text)

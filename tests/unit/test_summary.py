@@ -129,6 +129,31 @@ def test_a_dry_run_says_everything_for_any_number_of_ranks_and_writes_nothing(
     assert not (tmp_path / "new").exists()
 
 
+def test_attention_masks_take_memory_of_the_sequence_squared() -> None:
+    def activations(flags: str) -> float:
+        given = f"{BASE} --preset llama3-8b --vocab-size 128256 --tensor-model-parallel-size 8 --bf16 --global-batch-size 16 {flags}"
+        return memory_estimate(parse_arguments(given.split()), 8, "cuda").activations
+
+    plain, masked = activations(""), activations("--reset-attention-mask")
+    length, layers, micro, count, heads = 8192, 32, 2, 8, 4
+    read, kept, repeated = count * micro * length**2, layers * micro * length**2 * 2, layers * micro * length * 2 * heads * 128 * 2
+    assert masked - plain == pytest.approx(read + kept + repeated, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [("", "GEMMs in fp32 on GPUs: --bf16"), ("--tf32", "GEMMs in TF32 on GPUs"), ("--bf16", None), ("--fp16", None)]
+)
+def test_fp32_on_gpus_is_warned_of(
+    flags: str, said: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for backend, warned in (("nccl", said is not None), ("gloo", False)):
+        assert main(f"{BASE} --preset debug-gpt --vocab-size 100 --distributed-backend {backend} {flags} --dry-run".split()) == 0
+        told = capsys.readouterr().out
+        assert ("warning: " in told) == warned
+        assert not warned or f"warning: {said}" in told
+
+
 def test_a_dry_run_says_what_auto_would_choose_and_on_which_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,7 +142,7 @@ def _copied_heads(mid: int, grouped: int, turned: bool, explicit: bool, rank: Ra
     """Width of what autograd keeps beside the first GEMM's output: heads turned by RoPE, repeated, or copied to form the scores."""
     if explicit:
         return 3 * mid
-    if rank.composes_kernels and grouped < mid:
+    if (rank.composes_kernels or rank.repeats_heads) and grouped < mid:
         return (3 if turned else 2) * mid
     return mid + grouped if turned and not rank.fused else 0
 

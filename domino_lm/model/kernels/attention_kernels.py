@@ -27,6 +27,14 @@ def attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask
     return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed, is_causal=allowed is None, enable_gqa=grouped)
 
 
+def takes_grouped_heads(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether a fused kernel takes fewer key heads than ``query`` has: those of GPUs do in 16 bits and without a mask.
+
+    Elsewhere PyTorch would spell all scores out, which takes memory of the sequence squared; heads that are repeated have a fused kernel.
+    """
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and mask is None
+
+
 class PrefixAttention(torch.autograd.Function):
     """A later row of a causal sequence: fused causal attention on its own block, fused full attention on the prefix.
 

@@ -32,9 +32,12 @@ def choose_kernels(settings: KernelConfig, device: torch.device, dtype: torch.dt
     normalise, norm_name = _normalise(settings, device, dtype, hidden_size)
     kernels = Kernels(linear=linear, head_linear=linear, normalise=normalise)
     names = [f"weight gradients {linear_name}", f"norms {norm_name}"]
+    if settings.tf32 and device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        names.append("GEMMs of fp32 in TF32")
     if settings.compile:
         kernels = compile_kernels(kernels, settings.compile_backend, device)
-        names[1:] = [f"norms, joins, activations and rotations by torch.compile ({settings.compile_backend})"]
+        names[1:2] = [f"norms, joins, activations and rotations by torch.compile ({settings.compile_backend})"]
     if settings.fp8_format is not None:
         fmt = Fp8Format.of(settings.fp8_format, device)
         quantiser, quantiser_name = _quantiser(settings, fmt, device, dtype)
@@ -54,7 +57,7 @@ def _linear(settings: KernelConfig, device: torch.device, dtype: torch.dtype) ->
     narrow = dtype in (torch.bfloat16, torch.float16)
     if not settings.gradient_accumulation_fusion or device.type != "cuda" or dtype == torch.float64:
         return Linear(), "by PyTorch"
-    extension = apex.find("fused_weight_gradient_mlp_cuda")
+    extension = None if settings.deterministic_mode else apex.find("fused_weight_gradient_mlp_cuda")
     if extension is not None and accumulates_rightly(apex.ApexWgradLinear(extension), device, dtype):
         return apex.ApexWgradLinear(extension), "accumulated by Apex's GEMM"
     if narrow and accumulates_rightly(MixedAddmmLinear(), device, dtype):
@@ -83,7 +86,7 @@ Norm = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
 def _normalise(settings: KernelConfig, device: torch.device, dtype: torch.dtype, hidden_size: int) -> tuple[Norm, str]:
     """Apex's norms if they run at this width, else PyTorch's."""
-    fused = apex.find("apex.normalization.fused_layer_norm")
+    fused = None if settings.deterministic_mode else apex.find("apex.normalization.fused_layer_norm")
     if device.type != "cuda" or dtype == torch.float64 or fused is None or apex.find("fused_layer_norm_cuda") is None:
         return pointwise.normalise, "by PyTorch"
     persistent = apex.find("apex.contrib.layer_norm.layer_norm") if settings.persist_layer_norm else None
@@ -121,17 +124,35 @@ def _quantiser(settings: KernelConfig, fmt: Fp8Format, device: torch.device, dty
     if not hasattr(torch, "_scaled_mm"):
         raise ConfigError(f"--fp8-format {settings.fp8_format} needs a PyTorch with 8-bit GEMMs, not {torch.__version__}; leave it out.")
     candidates: list[tuple[Quantise, str]] = []
-    if device.type == "cuda" and torch.version.hip is None and (library := find_quantiser(device)) is not None:
+    foreign = device.type == "cuda" and torch.version.hip is None and not settings.deterministic_mode
+    if foreign and (library := find_quantiser(device)) is not None:
         candidates.append((library, f"Transformer Engine {getattr(import_module('transformer_engine'), '__version__', '')}".rstrip()))
     if settings.compile:
         compiled = torch.compile(quantise, fullgraph=True, dynamic=False, backend=settings.compile_backend)
         candidates.append((compiled, "a compiled kernel"))
     for quantiser, name in [*candidates, (quantise, "PyTorch")]:
-        if multiplies_rightly(Fp8Linear(fmt, Linear(), quantiser), device, dtype):
+        if shows_not_finite(quantiser, fmt, device, dtype) and multiplies_rightly(Fp8Linear(fmt, Linear(), quantiser), device, dtype):
             return quantiser, name
     raise ConfigError(
         f"--fp8-format {settings.fp8_format}: PyTorch {torch.__version__} multiplies no 8-bit matrices on this device; leave it out."
     )
+
+
+@torch.no_grad()
+def shows_not_finite(quantiser: Quantise, fmt: Fp8Format, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether an element that is not finite stays visible in both orders of what ``quantiser`` makes; a saturated one would train on."""
+    for kind in {fmt.forward, fmt.gradient}:
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            matrix = torch.linspace(-1, 2, 32 * 16, device=device).view(32, 16).to(dtype)
+            matrix[5, 3] = bad
+            try:
+                rows, columns, inverse_scale = quantiser(matrix, kind, True)
+            except (AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
+                return False
+            for order in (rows, columns):
+                if order is None or bool((order.float() * inverse_scale).isfinite().all()):
+                    return False
+    return True
 
 
 @torch.no_grad()

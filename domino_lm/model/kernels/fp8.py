@@ -60,7 +60,7 @@ def quantise(matrix: Tensor, dtype: torch.dtype, transposed: bool = False) -> Qu
     scale = torch.where(largest > 0, torch.finfo(dtype).max / largest, 1.0)
     # fp32 scales of the smallest numbers overflow; infinity times zero would spread NaN.
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
-    rows = (matrix * scale).to(dtype)
+    rows = (matrix.float() * scale).to(dtype)  # in fp32: rounded to bf16, the scale itself would move the largest element
     return Quantised(rows, rows.t().contiguous() if transposed else None, 1 / scale)
 
 
