@@ -36,9 +36,8 @@ def assert_equal_runs(ranks: Ranks, tokens: Path, world: int, tp: int, first: st
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize(
-    "flags", ["", "--bf16 --domino-row-slices 2", pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("flags", ["", "--bf16 --domino-row-slices 2", "--fp16 --initial-loss-scale 1024"])
 def test_a_run_made_again_is_the_same(ranks: Ranks, tokens: Path, flags: str) -> None:
     assert_equal_runs(ranks, tokens, 2, 2, flags, flags)
 

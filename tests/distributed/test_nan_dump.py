@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,8 +31,8 @@ from domino_lm.training.nan_report import newest_dump, origin_of, read_report, r
 from domino_lm.training.trainer import TrainingError
 from tests.distributed.models import GPT, LLAMA, MICRO_BATCH, float64_stack, micro_batches
 from tests.distributed.test_host_reads import SCHEDULES
-from tests.distributed.training_runs import TINY, built, steps, write_tokens
-from tests.documents import attempt, commands_for
+from tests.distributed.training_runs import TINY, built, program, steps, write_tokens
+from tests.documents import ROOT, attempt, commands_for
 from tests.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -294,3 +296,15 @@ def test_a_broken_weight_is_found_and_shown_again_as_the_page_says(tmp_path: Pat
     assert "the first output that is not is that of" in train.stdout
     assert replay.returncode == 0, replay.stderr
     assert "run again: the same" in replay.stdout
+
+
+@pytest.mark.long
+def test_the_programs_write_and_show_a_dump_under_torchrun(tokens: Path, tmp_path: Path) -> None:
+    flags = f"--tensor-model-parallel-size 2 --init-method-std 1e30 --max-skipped-steps 0 --dump-on-nan {tmp_path}"
+    out, err = program(tokens, flags, 2).communicate(timeout=300)
+    assert f"domino-lm-verify --replay {tmp_path}/iter_0000001 shows it again" in out, err
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "domino_lm.tools.verify"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run([*command, "--replay", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("run again: the same") == 1

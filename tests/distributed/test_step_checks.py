@@ -29,7 +29,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("--fp16 --train-iters 2", "the loss scale is now"),
         ("--init-method-std 1e30 --no-check-for-nan-in-loss-and-grad --train-iters 2", "the loss was nan"),
-        ("--init-method-std 1e30 --no-check-for-nan-in-loss-and-grad --exit-interval 2", "all 2 of them"),
+        pytest.param(
+            "--init-method-std 1e30 --no-check-for-nan-in-loss-and-grad --exit-interval 2", "all 2 of them", marks=pytest.mark.long
+        ),
     ],
     ids=["loss scale", "weights", "an early end"],
 )
