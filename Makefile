@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := domino_lm tools tests $(wildcard benchmarks)
 
-.PHONY: help setup demo test test-all fuzz bench gpu-check check format clean
+.PHONY: help setup demo test test-all fuzz bench gpu-check walk check format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F'|' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ bench: $(STAMP)  ## compare with Megatron-core and DeepSpeed on a shaped network
 
 gpu-check: $(STAMP)  ## eight minutes on one GPU: correctness, MFU, overhead, overlap (GPU_CHECK=--rehearse tries it on a CPU)
 	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK)
+
+walk:  ## type the README's commands into a fresh clone with a fresh environment, and record it (twenty minutes; WALK=--all: an hour)
+	$(PYTHON) -m tests.readme_walk $(WALK)
 
 check: $(STAMP)  ## format, lint and types, as CI runs them
 	$(BIN)/ruff format --check $(CODE)

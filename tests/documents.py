@@ -40,6 +40,7 @@ RUN_BY = {
     r"^python -m pip install": f"{_COMMANDS}the_extra_packages_are_installed_by_their_names",
     r"^make demo": f"{_DOCUMENTS}make_demo_runs_without_a_warning",
     r"^make gpu-check GPU_CHECK": f"{_COMMANDS}the_check_of_a_gpu_can_be_rehearsed",
+    r"^make walk": "unit/test_readme_walk.py::test_a_walk_types_each_command_once_in_a_clone_and_records_what_came_of_it",
     r"^make gpu-check": "unit/test_gpu_check.py::test_without_a_gpu_nothing_is_measured",
     r"^domino-lm-(generate|eval) |tools/generate\.py ": "distributed/test_generate.py::test_the_commands_of_the_page_on_generation_run",
     r"head_to_head\.py --help|^domino-lm-|pretrain$": f"{_COMMANDS}a_program_explains_its_flags",
@@ -87,7 +88,9 @@ def spans(document: str) -> list[str]:
 
 
 def typed(document: str) -> list[str]:
-    """Every command of a document. The code blocks of a result are no commands to type, but the record of its run."""
+    """Every command of a document. A record's, and the code blocks of a result, are no commands to type, but tell of a run."""
+    if document == "docs/readme-walk.md":
+        return []
     in_blocks = [] if document.startswith("benchmarks/results/") else blocks(document)
     return [line for line in [*in_blocks, *spans(document)] if line and not _DRAWINGS.match(line)]
 
@@ -109,12 +112,12 @@ def commands_for(test: str) -> list[str]:
     return list(dict.fromkeys(command for command in found if (run_by(command) or "").endswith(f"::{test}")))
 
 
-_OF_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "VENV", "TORCH", "PYTEST", "PYTEST_ADDOPTS", "BENCH", "GPU_CHECK")
+OF_MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "VENV", "TORCH", "PYTEST", "PYTEST_ADDOPTS", "BENCH", "GPU_CHECK", "WALK")
 
 
 def attempt(folder: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A line of a document in ``folder``, with the programs of this environment; nothing comes from a make that runs the tests."""
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_MAKE}
+    environment = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     words = ["bash", "-c", command]
     return subprocess.run(words, cwd=folder, env={**environment, **variables}, capture_output=True, text=True, timeout=900, check=False)
