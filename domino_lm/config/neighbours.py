@@ -1,4 +1,7 @@
-"""What settings are called in torchtitan's and nanotron's configurations, for who comes from there. Nothing here imports torch."""
+"""What settings are called in the configurations of torchtitan, nanotron, transformers and DeepSpeed, for who comes from there.
+
+Nothing here imports torch.
+"""
 
 NEIGHBOURS: dict[str, str] = {
     # torchtitan: [table] key
@@ -125,6 +128,33 @@ NEIGHBOURS: dict[str, str] = {
     "general.run": "wandb_exp_name",
     "general.project": "wandb_project",
     "ignore_sanity_checks": "check_for_nan_in_loss_and_grad",
+    # transformers' Trainer, accelerate and DeepSpeed: key
+    "per_device_train_batch_size": "micro_batch_size",
+    "per_device_eval_batch_size": "eval_micro_batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size",
+    "train_batch_size": "global_batch_size",
+    "max_steps": "train_iters",
+    "max_train_steps": "train_iters",
+    "num_train_epochs": "train_iters",
+    "num_warmup_steps": "lr_warmup_iters",
+    "lr_scheduler_type": "lr_decay_style",
+    "max_grad_norm": "clip_grad",
+    "gradient_clipping": "clip_grad",
+    "gradient_checkpointing": "recompute_granularity",
+    "mixed_precision": "bf16",
+    "output_dir": "save",
+    "save_steps": "save_interval",
+    "save_total_limit": "keep_last",
+    "resume_from_checkpoint": "load",
+    "logging_steps": "log_interval",
+    "logging_dir": "tensorboard_dir",
+    "eval_steps": "eval_interval",
+    "model_name_or_path": "load",
+    "dataloader_num_workers": "num_workers",
+    "block_size": "seq_length",
+    "max_seq_length": "seq_length",
+    "torch_compile": "compile",
 }
 """The nearest setting of a neighbour's key: of ``table.key``, or of a key that means the same in every table."""
 

@@ -48,6 +48,7 @@ def flag_parser() -> argparse.ArgumentParser:
         metavar="TASK",
         help="tasks of lm-evaluation-harness, which has to be installed: pip install lm-eval",
     )
+    found.add_argument("--include-path", metavar="DIR", help="folder with tasks of one's own, in lm-evaluation-harness's YAML")
     found.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question of a task (default: as the task says)")
     found.add_argument("--limit", type=int, metavar="N", help="documents of each task to take (default: all)")
     found.add_argument("--json", action="store_true", help="print results as one JSON object")
@@ -65,6 +66,8 @@ def faults(own: argparse.Namespace) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} {value} must be above 0."
     if own.tasks and importlib.util.find_spec("lm_eval") is None:
         yield "--tasks needs lm-evaluation-harness, which is not installed: pip install lm-eval."
+    if own.include_path is not None and not Path(own.include_path).is_dir():
+        yield f"--include-path {own.include_path}: no such folder; give the one that holds the tasks' YAML files."
     for name in own.files:
         if not Path(name).is_file() and not Path(f"{name}.idx").is_file():
             yield f"{name}: no such file, nor a pair of token files of this prefix."
@@ -162,7 +165,8 @@ def evaluate_all(model: TrainedModel, own: argparse.Namespace) -> int:
     if own.tasks:
         from domino_lm.tools.harness import evaluate
 
-        found["tasks"] = evaluate(model, own.tasks, own.batch_size, num_fewshot=own.num_fewshot, limit=own.limit)
+        settings = {"num_fewshot": own.num_fewshot, "limit": own.limit}
+        found["tasks"] = evaluate(model, own.tasks, own.batch_size, own.include_path, **settings)
         if model.speaks and not own.json:
             for task, values in found["tasks"].items():
                 print(

@@ -94,13 +94,19 @@ class HarnessModel(LM):  # type: ignore[misc]  # the package has no types
         return torch.Generator(self.model.mesh.device).manual_seed(1234)
 
 
-def evaluate(model: TrainedModel, tasks: Sequence[str], batch_size: int, **settings: Any) -> dict[str, Any]:
-    """What lm-evaluation-harness measures of ``tasks``, by task."""
+def evaluate(
+    model: TrainedModel, tasks: Sequence[str], batch_size: int, include_path: str | None = None, **settings: Any
+) -> dict[str, Any]:
+    """What lm-evaluation-harness measures of ``tasks``, by task; ``include_path`` is a folder with more than it brings."""
     import lm_eval
 
+    if include_path is not None:
+        from lm_eval.tasks import TaskManager
+
+        settings["task_manager"] = TaskManager(include_path=include_path)
     try:
         found = lm_eval.simple_evaluate(model=HarnessModel(model, batch_size), tasks=list(tasks), **settings)
     except KeyError as error:
-        raise ConfigError(f"--tasks: lm-evaluation-harness does not know {error}.") from error
+        raise ConfigError(f"--tasks: lm-evaluation-harness refuses them ({error.args[0] if error.args else error}).") from error
     results: dict[str, Any] = found["results"]
     return results

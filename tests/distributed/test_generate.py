@@ -403,6 +403,72 @@ def test_the_commands_of_the_page_on_generation_run(tmp_path: Path) -> None:
         assert "perplexity" in done.stdout or "tokens of prompt" in done.stderr
 
 
+def test_tasks_of_ones_own_are_given_to_the_harness(llama: str, harness: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: dict[str, Any] = {}
+    tasks = types.ModuleType("lm_eval.tasks")
+    tasks.TaskManager = lambda **words: ("manager", words)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    sys.modules["lm_eval"].simple_evaluate = lambda **words: asked_for.update(words) or {"results": {}}  # type: ignore[attr-defined]
+    model = opened(ParallelMesh.single(torch.device("cpu")), f"--load {llama} {NUMBERS}")
+    harness.evaluate(model, ["mine"], 2, None, limit=3)
+    assert "task_manager" not in asked_for
+    harness.evaluate(model, ["mine"], 2, "folder", limit=3)
+    assert (asked_for["task_manager"], asked_for["limit"]) == (("manager", {"include_path": "folder"}), 3)
+
+
+def test_a_folder_of_tasks_that_is_missing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main(["--load", "x", "--tasks", "mine", "--include-path", "nowhere"]) != 0
+    assert "--include-path nowhere: no such folder" in capsys.readouterr().err
+
+
+LOCAL_TASKS = {
+    "choose": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "doc_to_choice": "{{choices}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "continue": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "perplexity": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+}
+"""One task of each kind of request, as files of their own (YAML reads JSON)."""
+
+
+@pytest.mark.long
+def test_the_real_harness_measures_local_tasks_without_a_net(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    settings = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(CORPUS / "sp4096.model")}
+    trained(tmp_path / "model", settings, positions=128)
+    questions = [{"question": text, "choices": ["be", "xylophone"], "answer": 0} for text in ("To be, or not to", "", "My lord, the ")]
+    (tmp_path / "questions.json").write_text(json.dumps(questions))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": one["question"]}) + "\n" for one in questions if one["question"]))
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.json")}}, "test_split": "test"}
+    (tmp_path / "tasks").mkdir()
+    for name, task in LOCAL_TASKS.items():
+        (tmp_path / f"tasks/{name}.yaml").write_text(json.dumps({"task": f"own_{name}", **source, **task}))
+    names = [f"own_{name}" for name in LOCAL_TASKS]
+    flags = ["--load", str(tmp_path / "model"), "--json", "--include-path", str(tmp_path / "tasks"), "--tasks", *names]
+    done = program(ROOT / "tools/evaluate.py", str(tmp_path / "texts.jsonl"), *flags)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    results = found["tasks"]
+    assert 0 <= results["own_choose"]["acc,none"] <= 1
+    assert results["own_continue"]["exact_match,none"] == 0
+    assert results["own_perplexity"]["bits_per_byte,none"] == pytest.approx(found["files"][0]["bits_per_byte"], rel=1e-6)
+
+
 @pytest.mark.long
 def test_two_ranks_say_an_error_once_and_share_a_file(llama: str, held_out: Path) -> None:
     words = ["--load", llama, *NUMBERS.split()]

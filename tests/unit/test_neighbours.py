@@ -1,4 +1,4 @@
-"""Who comes from torchtitan or nanotron is told the nearest setting."""
+"""Who comes from torchtitan, nanotron, transformers or DeepSpeed is told the nearest setting."""
 
 from __future__ import annotations
 
@@ -57,7 +57,15 @@ def test_a_neighbours_key_names_the_nearest_setting(text: str, said: str, tmp_pa
     assert said in fault
 
 
-@pytest.mark.parametrize(("flag", "nearest"), [("--local-batch-size", "--micro-batch-size"), ("--training.steps", "--train-iters")])
+@pytest.mark.parametrize(
+    ("flag", "nearest"),
+    [
+        ("--per_device_train_batch_size", "--micro-batch-size"),
+        ("--max-steps", "--train-iters"),
+        ("--local-batch-size", "--micro-batch-size"),
+        ("--training.steps", "--train-iters"),
+    ],
+)
 def test_so_does_a_neighbours_flag(flag: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"{flag} is not a flag of this program \(nearest: {nearest}\)"):
         parse_arguments([flag, "8"])
