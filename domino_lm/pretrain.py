@@ -139,20 +139,25 @@ def train(run: RunConfig, ignored: Sequence[str] = (), begins: Callable[[], None
         with joined as mesh:
             try:
                 with own_folder(folder, mesh.world, _say, _stop_without_folder) as claim:
-                    return train_on(run, mesh, ignored, claim.run_id if claim else "", lambda: require_own(claim, launcher), begins)
+                    return train_on(run, mesh, ignored, claim, lambda: require_own(claim, launcher), begins)
             except ConfigError as error:
                 return _fail(error, EXIT_WRONG_SETTINGS)
 
 
 def train_on(
-    run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str], run_id: str, may_save: Callable[[], None], begins: Callable[[], None]
+    run: RunConfig,
+    mesh: ParallelMesh,
+    ignored: Sequence[str],
+    claim: Claim | None,
+    may_save: Callable[[], None],
+    begins: Callable[[], None],
 ) -> int:
-    """As `train`, on the ranks of ``mesh``. ``run_id`` and ``may_save`` are those of `Trainer`."""
+    """As `train`, on the ranks of ``mesh``. ``may_save`` is that of `Trainer`."""
     from domino_lm.checkpoint.index import CheckpointError
-    from domino_lm.training.trainer import SaveError, TrainingError
+    from domino_lm.training.saving import SaveError, TrainingError
 
     try:
-        trainer = build_trainer(run, mesh, ignored, run_id, may_save)
+        trainer = build_trainer(run, mesh, ignored, claim, may_save)
     except WRONG_SETTINGS as error:
         return _fail(error, EXIT_WRONG_SETTINGS)
     except CheckpointError as error:
@@ -180,9 +185,10 @@ def require_own(claim: Claim | None, launcher: Launcher) -> None:
 
 
 def build_trainer(
-    run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (), run_id: str = "", may_save: Callable[[], None] | None = None
+    run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (), claim: Claim | None = None, may_save: Callable[[], None] | None = None
 ) -> Trainer:
     """Tokenizer, data, model and trainer, resumed if ``--load`` says so; rank 0 prints what was built."""
+    from domino_lm.checkpoint.background import BackgroundSaves
     from domino_lm.checkpoint.same_model import with_gelu_of_checkpoint
     from domino_lm.launch.auto_schedule import settle_schedule
     from domino_lm.model.build import build_stack
@@ -194,6 +200,8 @@ def build_trainer(
     dump = run.logging.dump_on_nan
     if dump is not None:
         together(mesh.world, lambda: require_writable(dump, "--dump-on-nan"))
+    # Early, since their process takes seconds to start.
+    background = BackgroundSaves(mesh, claim) if run.checkpoint.saves_beside and not run.training.skip_train else None
     run, data, tokenizer = build_data(run, mesh)
     run, kept = with_gelu_of_checkpoint(run)
     run, candidates = settle_schedule(run, mesh)
@@ -202,7 +210,8 @@ def build_trainer(
     chosen = together(mesh.world, lambda: choose_kernels(run.kernels, mesh.device, stack.embedding.weight.dtype, run.model.hidden_size))
     install_kernels(stack, chosen)
     identity = tokenizer.identity() if tokenizer else None
-    trainer = Trainer(run, mesh, stack, data, tokenizer_identity=identity, run_id=run_id, may_save=may_save)
+    run_id = claim.run_id if claim else ""
+    trainer = Trainer(run, mesh, stack, data, tokenizer_identity=identity, run_id=run_id, may_save=may_save, background=background)
     trainer.console("\n".join(filter(None, [summary(run, mesh, trainer, ignored), candidates, kept])))
     trainer.load()
     folder = run.checkpoint.save

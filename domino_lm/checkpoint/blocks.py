@@ -5,38 +5,26 @@ reads blocks of it, so a checkpoint does not depend on the parallel sizes that i
 """
 
 import math
-import os
-import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO, IOBase
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor, _weights_only_unpickler
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.serialization import _load
 
 from domino_lm.checkpoint.index import CheckpointError, DamagedError, first_line
-from domino_lm.checkpoint.manifest import FileHashes, HashedWriter, ReadableBytes, StoredFiles
+from domino_lm.checkpoint.manifest import ReadableBytes, StoredFiles
 from domino_lm.model.parameter import ParameterSpec
 from domino_lm.parallel.collectives import Communicator
 
@@ -118,106 +106,8 @@ def _rectangle(spec: ParameterSpec, shape: Sequence[int], first: int, values: Te
     return replace(_block(spec, prefix, offsets, values.view(sizes)), owned=True)
 
 
-def write_blocks(
-    folder: Path,
-    blocks: Sequence[Block],
-    world: Communicator,
-    objects: Mapping[str, bytes] | None = None,
-    resolve: Callable[[Block], Tensor] | None = None,
-) -> dict[str, FileHashes]:
-    """Write every rank's ``blocks`` into ``folder``, synced; all ranks call this, each with blocks that no other writes.
-
-    Returns the hashes of the files that this rank wrote.
-
-    ``objects`` are bytes under keys of their own. ``resolve`` gives each block's values when its turn comes, so that they
-    need not be in memory together; planning takes shapes and types from the block. Raises CheckpointError on all ranks
-    if any of them fails.
-    """
-    planner = _BlockWriter(blocks, objects or {}, resolve or (lambda block: block.values))
-    writer = _Writer(folder)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save({}, storage_writer=writer, planner=planner, process_group=world.group, no_dist=world.size == 1)
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, CheckpointError) and world.size == 1:
-            raise cause from error
-        raise CheckpointError(f"rank {rank} failed with {type(cause).__name__}: {cause}") from error
-    return writer.fs.hashes
-
-
-class _HashedFiles(FileSystem):
-    """Where PyTorch's writer writes: files that are hashed on their way."""
-
-    def __init__(self) -> None:
-        self.hashes: dict[str, FileHashes] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[IOBase, None, None]:
-        with HashedWriter(Path(path)) as file:
-            yield file
-            self.hashes[Path(path).name.removesuffix(".tmp")] = file.hashes()
-
-
-class _Writer(FileSystemWriter):
-    """PyTorch's writer, leaving out empty files and the name of the temporary folder."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.fs: _HashedFiles = _HashedFiles()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if not plan.items:
-            nothing: Future[list[WriteResult]] = Future()
-            nothing.set_result([])
-            return nothing
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            # torch.save buries the reason, a full disk say, under a failed check of its own.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
-
-    def storage_meta(self) -> StorageMeta | None:
-        return None
-
-
-class _BlockWriter(DefaultSavePlanner):
-    """Plans one write for each block and object; PyTorch checks that blocks tile every global tensor."""
-
-    def __init__(self, blocks: Sequence[Block], objects: Mapping[str, bytes], resolve: Callable[[Block], Tensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._blocks = {block.place: block for block in blocks}
-        self._objects = objects
-        self._resolve = resolve
-
-    def create_local_plan(self) -> SavePlan:
-        objects = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._objects]
-        self.plan = SavePlan([*(_write_item(block) for block in self._blocks.values()), *objects])
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return BytesIO(self._objects[write_item.index.fqn])
-        return self._resolve(self._blocks[_place(write_item.index)])
-
-
-def _write_item(block: Block) -> WriteItem:
-    offsets = torch.Size(block.offsets)
-    return WriteItem(
-        index=MetadataIndex(block.key, offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets, block.values.shape),
-            properties=TensorProperties(dtype=block.values.dtype),
-            size=torch.Size(block.global_shape),
-        ),
-    )
-
-
-def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+def place_of(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    """The `Block.place` that an entry of PyTorch's plans means."""
     return index.fqn, tuple(index.offset or ())
 
 
@@ -332,7 +222,7 @@ def read_blocks(files: StoredFiles, metadata: Metadata, blocks: Sequence[Block],
     for place, item in sorted(places, key=lambda pair: (pair[0].relative_path, pair[0].offset)):  # each part of a file once
         try:
             stored = _tensor_in(files.part(place.relative_path, place.offset, place.length))
-            target = narrow_tensor_by_index(values[_place(item.dest_index)], item.dest_offsets, item.lengths)
+            target = narrow_tensor_by_index(values[place_of(item.dest_index)], item.dest_offsets, item.lengths)
             source = narrow_tensor_by_index(stored, item.storage_offsets, item.lengths)
             if source.shape != target.shape:
                 raise ValueError(f"a tensor of size {list(stored.shape)}")

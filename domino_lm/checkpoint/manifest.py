@@ -122,11 +122,11 @@ def write_hashed(path: Path, content: bytes) -> FileHashes:
 class StoredFiles:
     """The files of a checkpoint to read from; with a manifest, no byte is given out before its block is verified.
 
-    ``verify`` False trusts all that has the right size.
+    ``verify`` False trusts all that has the right size. ``manifest`` stands for the one in the folder.
     """
 
-    def __init__(self, folder: Path, verify: bool = True) -> None:
-        self.folder, self.manifest = folder, Manifest.read(folder)
+    def __init__(self, folder: Path, verify: bool = True, manifest: Manifest | None = None) -> None:
+        self.folder, self.manifest = folder, manifest or Manifest.read(folder)
         self.verify = verify and self.manifest is not None
         self.block_bytes = BLOCK_BYTES if self.manifest is None else self.manifest.block_bytes
         self._window, self._name, self._first, self._count = memoryview(bytearray()), "", 0, 0  # whole blocks of one file, in their order

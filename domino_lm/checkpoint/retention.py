@@ -30,6 +30,11 @@ class Retention(NamedTuple):
     in_use: Path | None = None
     """The one that the run was loaded from stays too."""
 
+    @property
+    def removes(self) -> bool:
+        """Whether any may go."""
+        return bool(self.keep_last or self.retain_interval)
+
 
 @contextmanager
 def saving_in(folder: Path) -> Iterator[None]:

@@ -22,11 +22,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from domino_lm.checkpoint.blocks import Block, write_blocks
+from domino_lm.checkpoint.agreement import on_every_rank, on_first_rank
+from domino_lm.checkpoint.blocks import Block
 from domino_lm.checkpoint.folder import BACKEND_FILE, NATIVE_MARK, TRACKER_FILE, iteration_folder, locate
 from domino_lm.checkpoint.index import CheckpointError, DamagedError
 from domino_lm.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredFiles, write_hashed
@@ -46,13 +47,11 @@ from domino_lm.checkpoint.source import (
     softmax_rows_of,
     vocab_size_of,
 )
-from domino_lm.parallel.collectives import Communicator
+from domino_lm.checkpoint.writing import write_blocks
 from domino_lm.parallel.mesh import ParallelMesh
 
 SHARDED_BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _OUT_OF_SPACE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-
-Result = TypeVar("Result")
 
 
 def save_checkpoint(
@@ -73,30 +72,53 @@ def save_checkpoint(
     this; each replica writes its share. The checkpoint appears under its name only once it is complete and on disk, and the
     tracker moves last. If any rank fails, all raise CheckpointError, and earlier checkpoints and the tracker stay as they were.
     """
-    steps = 0 if optimizer is None else optimizer.step_count
-    # On every rank, so that a state that JSON cannot hold fails before any file exists.
-    text = native_record(iteration, vocab_size_of(stack), softmax_rows_of(stack), steps, state)
-    final = iteration_folder(folder, iteration)
-    unfinished = final.with_name(mesh.world.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"))
     allowed = may_save or (lambda: None)
-    layout = {"world": mesh.world.size, "tensor_parallel": mesh.tp.size, "data_parallel": mesh.dp.size}
-    with saving_in(final.parent) if mesh.world.rank == 0 else nullcontext():
+    new = new_checkpoint(folder, iteration, stack, optimizer, state, mesh, run_id)
+    with saving_in(new.final.parent) if mesh.world.rank == 0 else nullcontext():
         try:
-            _on_first_rank(mesh.world, lambda: _begin(unfinished, allowed))
-            written = write_blocks(unfinished, _share(blocks_of_all(stack.parameters(), optimizer, mesh.tp), mesh), mesh.world)
+            on_first_rank(mesh.world, lambda: begin(new.unfinished, allowed))
+            written = write_blocks(new.unfinished, share_of(blocks_of_all(stack.parameters(), optimizer, mesh.tp), mesh), mesh.world)
             hashes = {name: one for each in mesh.world.all_gather_object(written) for name, one in each.items()}
-            manifest = Manifest(run_id=run_id, iteration=iteration, layout=layout, files=hashes)
-            _on_first_rank(mesh.world, lambda: _complete_and_publish(unfinished, final, manifest, text, allowed))
+            manifest = replace(new.manifest, files=hashes)
+            on_first_rank(mesh.world, lambda: complete_and_publish(new.unfinished, new.final, manifest, new.record, allowed))
         except CheckpointError as error:
             if mesh.world.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)
-            if isinstance(error, TakenError):
-                raise
-            raise CheckpointError(_save_failure(final, error)) from error
-        if retention is not None and (retention.keep_last or retention.retain_interval):
-            _on_every_rank(mesh.world, lambda: _read_back(final, written))
-            _on_first_rank(mesh.world, lambda: _tidy(final.parent, iteration, retention, allowed))
-    return final
+                shutil.rmtree(new.unfinished, ignore_errors=True)
+            raise save_failure(new.final, error) from error
+        if retention is not None and retention.removes:
+            on_every_rank(mesh.world, lambda: _read_back(new.final, written))
+            on_first_rank(mesh.world, lambda: tidy(new.final.parent, iteration, retention, allowed))
+    return new.final
+
+
+class NewCheckpoint(NamedTuple):
+    """A save that begins: what is known before its first tensor is written, on every rank."""
+
+    unfinished: Path
+    final: Path
+    record: str
+    """The content of ``state.json``."""
+
+    manifest: Manifest
+    """Without files."""
+
+
+def new_checkpoint(
+    folder: Path | str,
+    iteration: int,
+    stack: HasParameters,
+    optimizer: HasMoments | None,
+    state: dict[str, Any],
+    mesh: ParallelMesh,
+    run_id: str,
+) -> NewCheckpoint:
+    """Name what is to be saved; all ranks call this. A state that JSON cannot hold fails here, before any file exists."""
+    steps = 0 if optimizer is None else optimizer.step_count
+    record = native_record(iteration, vocab_size_of(stack), softmax_rows_of(stack), steps, state)
+    final = iteration_folder(folder, iteration)
+    unfinished = final.with_name(mesh.world.broadcast_object(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"))
+    layout = {"world": mesh.world.size, "tensor_parallel": mesh.tp.size, "data_parallel": mesh.dp.size}
+    return NewCheckpoint(unfinished, final, record, Manifest(run_id=run_id, iteration=iteration, layout=layout, files={}))
 
 
 def load_checkpoint(
@@ -118,7 +140,7 @@ def load_checkpoint(
     """
     damaged: dict[Path, str] = {}
     while True:
-        found = _on_first_rank(mesh.world, lambda: locate(folder, iteration, damaged, verify))
+        found = on_first_rank(mesh.world, lambda: locate(folder, iteration, damaged, verify))
         if found is None:
             return None
         try:
@@ -143,12 +165,12 @@ def load_checkpoint(
 
 def _fill(path: Path, stack: HasParameters, optimizer: HasMoments | None, mesh: ParallelMesh, verify: bool) -> Source:
     """Open the checkpoint in ``path`` on every rank, and read it once all ranks know that it fits."""
-    source = _on_every_rank(mesh.world, lambda: open_checkpoint(path, stack, optimizer, mesh.tp, verify))
-    _on_every_rank(mesh.world, source.fill)
+    source = on_every_rank(mesh.world, lambda: open_checkpoint(path, stack, optimizer, mesh.tp, verify))
+    on_every_rank(mesh.world, source.fill)
     return source
 
 
-def _share(blocks: Sequence[Block], mesh: ParallelMesh) -> list[Block]:
+def share_of(blocks: Sequence[Block], mesh: ParallelMesh) -> list[Block]:
     """What this rank writes: all that no other replica holds, and an even share of the bytes that replicas hold alike.
 
     Only TP rank 0 writes what every TP rank holds whole.
@@ -167,18 +189,20 @@ def _share(blocks: Sequence[Block], mesh: ParallelMesh) -> list[Block]:
     return mine
 
 
-def _begin(unfinished: Path, allowed: Callable[[], None]) -> None:
+def begin(unfinished: Path, allowed: Callable[[], None]) -> None:
+    """Make the folder that a save is written to, if it is ``allowed``."""
     allowed()
     unfinished.mkdir(parents=True)
 
 
-def _tidy(folder: Path, newest: int, retention: Retention, allowed: Callable[[], None]) -> None:
+def tidy(folder: Path, newest: int, retention: Retention, allowed: Callable[[], None]) -> None:
+    """Remove what ``newest`` replaces, if it is ``allowed``."""
     allowed()
     remove_replaced(folder, newest, retention)
 
 
-def _complete_and_publish(unfinished: Path, final: Path, manifest: Manifest, record: str, allowed: Callable[[], None]) -> None:
-    """Add everything that is no tensor, check that all files are there, and rename the folder."""
+def complete_and_publish(unfinished: Path, final: Path, manifest: Manifest, record: str, allowed: Callable[[], None]) -> None:
+    """Add everything that is no tensor, check that all files are there, and rename the folder, if it is still ``allowed``."""
     write_native_files(unfinished, record, manifest)
     faults = StoredFiles(unfinished, verify=False).faults()
     if faults:
@@ -208,42 +232,13 @@ def write_native_files(folder: Path, record: str, manifest: Manifest) -> None:
     write_synced(folder / MANIFEST_FILE, replace(manifest, files=manifest.files | hashes).content())
 
 
-def _save_failure(final: Path, error: CheckpointError) -> str:
+def save_failure(final: Path, error: CheckpointError) -> CheckpointError:
+    """What is said of a save that failed, with a way out; a TakenError speaks for itself."""
+    if isinstance(error, TakenError):
+        return error
     message = f"{final}: the checkpoint could not be saved: {error}. Earlier checkpoints and {TRACKER_FILE} are as they were."
     if not any(reason in message for reason in _OUT_OF_SPACE):
-        return message
+        return CheckpointError(message)
     leftovers = sorted(path.name for path in final.parent.glob("iter_*.tmp-*"))
     hint = f" (unfinished saves may go: {', '.join(leftovers)})" if leftovers else ""
-    return f"{message} Make room there{hint}, or give --save a folder on another disk."
-
-
-def _attempt(action: Callable[[], Result]) -> tuple[Result | None, CheckpointError | None]:
-    """The result of ``action``, or its error, which the other ranks must learn before any rank raises."""
-    try:
-        return action(), None
-    except CheckpointError as error:
-        return None, type(error)(str(error))
-    except OSError as error:
-        return None, CheckpointError(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except Exception as error:
-        return None, CheckpointError(f"{type(error).__name__}: {error}")
-
-
-def _on_first_rank(world: Communicator, action: Callable[[], Result]) -> Result:
-    """Run ``action`` on rank 0; every rank gets its result, or raises its failure, a CheckpointError."""
-    result, failure = world.broadcast_object(_attempt(action) if world.rank == 0 else None)
-    if failure is not None:
-        raise failure
-    return cast(Result, result)
-
-
-def _on_every_rank(world: Communicator, action: Callable[[], Result]) -> Result:
-    """Run ``action`` everywhere; if it failed on any rank, every rank raises the first failure, a CheckpointError.
-
-    One that no other checkpoint mends comes before damage.
-    """
-    result, failure = _attempt(action)
-    failures = [(rank, other) for rank, other in enumerate(world.all_gather_object(failure)) if other is not None]
-    for rank, other in sorted(failures, key=lambda failed: isinstance(failed[1], DamagedError)):
-        raise type(other)(str(other) if world.size == 1 else f"{other} (rank {rank})")
-    return cast(Result, result)
+    return CheckpointError(f"{message} Make room there{hint}, or give --save a folder on another disk.")

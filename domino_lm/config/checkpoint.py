@@ -18,6 +18,9 @@ class CheckpointConfig:
     save_interval: PositiveInt | None = None
     """Steps between checkpoints; the last step is always saved when --save is given."""
 
+    async_save: bool = False
+    """Copy what is to be saved and train on while a process beside each rank writes it; the next save and the end of the run wait for it. Costs memory for the copy: main memory, pinned for a GPU."""
+
     save_retain_interval: PositiveInt | None = None
     """Keep the checkpoints of these iterations, multiples of --save-interval, and the last one (or --keep-last); older others are removed once a newer one is whole and has been read back."""
 
@@ -53,3 +56,8 @@ class CheckpointConfig:
 
     use_checkpoint_opt_param_scheduler: bool = False
     """Resume with the learning rate of the checkpoint, all of it, and without regard to this command's flags."""
+
+    @property
+    def saves_beside(self) -> bool:
+        """Whether checkpoints are written beside training."""
+        return self.save is not None and self.async_save

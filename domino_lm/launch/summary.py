@@ -19,7 +19,7 @@ from domino_lm.schedule.plan import Plan
 from domino_lm.simulate.auto import choose
 from domino_lm.simulate.costs import Shapes, model_parts
 from domino_lm.simulate.hardware import HARDWARE, Hardware
-from domino_lm.simulate.memory import Memory, memory_of
+from domino_lm.simulate.memory import Memory, copied_bytes, memory_of
 from domino_lm.simulate.predict import Setting, planned
 from domino_lm.simulate.remarks import plan_text
 
@@ -92,7 +92,9 @@ class RunSummary:
     def memory(self) -> str:
         """Estimate of one rank, by kind."""
         found = memory_estimate(self.run, self.world_size, self.device)
-        kinds = ", ".join(f"{kind} {_size(getattr(found, kind))}" for kind in ("weights", "gradients", "optimizer", "activations"))
+        named = {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer, "activations": found.activations}
+        named |= {"copy for saves": found.copy} if found.copy else {}
+        kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in named.items())
         return f"{_size(found.total)} per rank by estimate: {kinds}; the allocator and the libraries take more on top"
 
 
@@ -108,7 +110,17 @@ def memory_estimate(run: RunConfig, world_size: int, device: str) -> Memory:
     masks = (
         count * run.training.micro_batch_size * run.model.seq_length**2 if run.data.reset_attention_mask else 0
     )  # a byte each, for the step
-    return replace(found, activations=found.activations + masks)
+    copy = copy_for_saves(run, world_size, device) if device == "cpu" else 0.0
+    return replace(found, activations=found.activations + masks, copy=copy)
+
+
+def copy_for_saves(run: RunConfig, world_size: int, device: str) -> float:
+    """Bytes of main memory on each rank for what ``--async-save`` writes."""
+    if not run.checkpoint.saves_beside or run.training.skip_train:
+        return 0.0
+    held = sum(part.parameters for part in model_parts(run.model, run.parallel.tensor_model_parallel_size, _eager(device)))
+    kept = 0 if run.checkpoint.no_save_optim else run.precision.optimizer_bytes(run.optimizer.optimizer)
+    return copied_bytes(held, data_parallel_size(run, world_size), run.precision.element_bytes, kept)
 
 
 def plan_of_step(run: RunConfig, world_size: int, device: str, layer: int | None = None) -> str:
@@ -183,6 +195,9 @@ def switched_on(run: RunConfig, world_size: int, device: str = "cpu") -> Iterato
         yield from _shared_out(schedule, replicas)
     if any(part.explicit_heads for part in family_of(run.model).chain):
         yield f"attention dropout {run.model.attention_dropout:g}: attention is spelled out, which is slower than the fused kernel"
+    if copied := copy_for_saves(run, world_size, device):
+        where = "main memory" if device == "cpu" else "pinned main memory"
+        yield f"checkpoints are written beside training, from a copy that takes {_size(copied)} of {where} on each rank"
     if run.data.reset_attention_mask:
         yield "attention ends at document ends: masks are materialised, which is slower"
 
@@ -264,7 +279,7 @@ def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
         ("weight_decay", run.optimizer.weight_decay_incr_style != "constant", "--start-weight-decay and --end-weight-decay say how much"),
         ("sgd_momentum", not sgd, "AdamW has no momentum of SGD's"),
         ("adam_beta1 adam_beta2 adam_eps", sgd, "SGD has no moments of AdamW's"),
-        ("save_interval", run.checkpoint.save is None, "--save names no folder, so nothing is saved"),
+        ("save_interval async_save", run.checkpoint.save is None, "--save names no folder, so nothing is saved"),
         ("tf32", run.precision.element_bytes < 4, f"there are no GEMMs of fp32 in {run.precision.params_dtype}"),
         ("timeline_iteration", logs.timeline is None, "--timeline names no file"),
         ("tensorboard_log_interval", logs.tensorboard_dir is None, "--tensorboard-dir names no folder"),

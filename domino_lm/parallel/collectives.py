@@ -163,6 +163,14 @@ class Communicator:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """On rank 0 every rank's value, in rank order; None elsewhere."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values
+
     def barrier(self) -> None:
         """Return when every rank of the group has called."""
         if self.size > 1:

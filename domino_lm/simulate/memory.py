@@ -20,11 +20,13 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float
+    copy: float = 0.0
+    """Of what is being saved beside training, where it lies in the same memory."""
 
     @property
     def total(self) -> float:
         """All kinds; the allocator's waste and the libraries' buffers come on top."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.copy
 
 
 def memory_of(ops: Iterable[Op], shapes: Shapes, *, gradient_bytes: int = MAIN_GRAD_BYTES, optimizer_bytes: int | None = None) -> Memory:
@@ -54,3 +56,8 @@ def peak_gradients(ops: Sequence[Op], shapes: Shapes) -> float:
         elif op.phase == "S" and op.kind is Kind.WAIT and slicing.collective(op).arrives == "reduced":
             whole.discard(op.part)
     return peak
+
+
+def copied_bytes(parameters: float, replicas: int, element_bytes: int, optimizer_bytes: int) -> float:
+    """What a save beside training copies on one rank, which holds ``parameters``: weights and what the optimizer keeps, shared by replicas."""
+    return parameters * (element_bytes + optimizer_bytes) / replicas

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
+from domino_lm.checkpoint.background import BackgroundSaves
 from domino_lm.checkpoint.folder import iteration_folder
-from domino_lm.checkpoint.index import CheckpointError
-from domino_lm.checkpoint.owner import TakenError
-from domino_lm.checkpoint.retention import Retention
 from domino_lm.checkpoint.same_model import refuse_other_model
-from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
+from domino_lm.checkpoint.save_load import load_checkpoint
 from domino_lm.checkpoint.source import softmax_rows_of
 from domino_lm.config.batch_plan import BatchPlan, data_parallel_size
 from domino_lm.config.precision import NAMES
@@ -44,18 +42,11 @@ from domino_lm.training.lr_schedule import LearningRateSchedule
 from domino_lm.training.nan_dump import NanDump, PastStep
 from domino_lm.training.optimizer import Optimizer, Rates
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
+from domino_lm.training.saving import SaveError, Saves, TrainingError
 from domino_lm.training.step_checks import StepChecks
 from domino_lm.training.stop import STOP_NAMES, Asked, RunSignals, Standing
 from domino_lm.watch.metrics import StepReport, validation_line
 from domino_lm.watch.watch import Watch
-
-
-class TrainingError(RuntimeError):
-    """A run that cannot continue; the message says why, and what is saved."""
-
-
-class SaveError(TrainingError):
-    """A checkpoint that had to be saved and could not be; the message names the last whole one."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +102,11 @@ class Trainer:
         tokenizer_identity: dict[str, str] | None = None,
         run_id: str = "",
         may_save: Callable[[], None] | None = None,
+        background: BackgroundSaves | None = None,
     ) -> None:
         self.run, self.mesh, self.stack, self.data = run, mesh, stack, data
         self.console = console if mesh.world.rank == 0 else lambda line: None
-        self.tokenizer_identity, self._may_save = tokenizer_identity, may_save
+        self.tokenizer_identity = tokenizer_identity
         self.batch_plan = BatchPlan.of(run, mesh.world.size)
         self.batch_size = self.batch_plan.full
         self.loss_scale = LossScale.of(run.precision, mesh.device)
@@ -150,15 +142,8 @@ class Trainer:
         self._checks = StepChecks(run.training, self.loss_scale)
         folder = run.logging.dump_on_nan
         self._nan_dump = None if folder is None else NanDump(folder, run, self.executor, self.optimizer)
-        self._run_id = run_id or uuid.uuid4().hex  # rank 0's counts
-        self._saved_at: int | None = None
-        self._whole: Path | None = None
-        """The last checkpoint that is known to be whole: saved by this run, or loaded."""
-
-        self._loaded: Path | None = None
-        self._not_saved = ""
-        """Why the last save failed; empty if it did not."""
-
+        run_id = run_id or uuid.uuid4().hex  # rank 0's counts
+        self.saves = Saves(run.checkpoint, stack, self.optimizer, mesh, run_id, lambda line: self.console(line), background, may_save)
         self._data_record: DataRecord | None = None
         self._evaluated: dict[str, int] = {}
 
@@ -189,8 +174,9 @@ class Trainer:
                         self._write_timeline(recorder, watch)
                     begun = epochs.advance(self.consumed_samples)
                     watch.step(report, epochs.epochs)
+                    self.saves.poll(self.iteration)
                     if self.iteration % self.run.logging.log_interval == 0:
-                        self._warn(self._not_saved)
+                        self._warn(self.saves.failure)
                     if begun is not None:
                         self.console(f"data repeats from iteration {self.iteration} on: {begun}")
                     garbage.step(self.iteration)
@@ -214,7 +200,9 @@ class Trainer:
                 if reason == "finished":
                     for split in ("valid", "test"):
                         self._evaluate_split(split, watch, at_end=True)
+                self._end_saves()
         finally:
+            self.saves.close()
             self._warn()
             watch.close()
             self.console = console
@@ -254,7 +242,7 @@ class Trainer:
             masked_micro_batches=int(masked),
             **self._named(logged),
         )
-        fault = self._checks.fault(report, self._saved_at)
+        fault = self._checks.fault(report, self.saves.saved_at)
         if self._nan_dump is not None and self._checks.skipped.in_a_row:
             past = PastStep(self.iteration - 1, micro_batches, self._checks.skipped.scale_used)
             if said := self._nan_dump.write(past, report, batches.numbers):
@@ -292,14 +280,8 @@ class Trainer:
         return float(loss_sum / tokens) if tokens else math.nan
 
     def save(self, must: bool = False) -> None:
-        """Write a checkpoint if ``--save`` is given, unless this iteration has one from this run.
-
-        Raises SaveError on all ranks if it cannot be saved and it ``must``, or ``--exit-on-save-failure`` is given; else every
-        log line says so.
-        """
-        settings = self.run.checkpoint
-        folder = settings.save
-        if folder is None or self._saved_at == self.iteration:
+        """Write a checkpoint if ``--save`` is given, unless this iteration has one from this run; see `Saves.save`."""
+        if self.run.checkpoint.save is None or self.saves.has(self.iteration):
             return
         self._data_record = self.data.position(self.consumed_samples, self.run.data, self._data_record)
         state = {
@@ -312,22 +294,14 @@ class Trainer:
             "settings": flat_values(self.run),
         }
         self.executor.complete_gathers()
-        self.console(f"saving checkpoint at iteration {self.iteration:7d} to {folder}")
-        optimizer = None if settings.no_save_optim else self.optimizer
-        retention = Retention(settings.keep_last, settings.save_retain_interval, self._loaded)
-        try:
-            self._whole = save_checkpoint(
-                folder, self.iteration, self.stack, optimizer, state, self.mesh, self._run_id, retention, self._may_save
-            )
-        except CheckpointError as error:
-            whole = f"the last whole checkpoint is {self._whole}" if self._whole is not None else "this run has no whole checkpoint"
-            if must or settings.exit_on_save_failure or isinstance(error, TakenError):
-                raise SaveError(f"{error} The run ends at iteration {self.iteration}; {whole}.") from error
-            self._not_saved = f"not saved at iteration {self.iteration}, {whole}: {error}"
-            self.console(f"warning: {self._not_saved} Training goes on, and saves again at the next --save-interval.")
-            return
-        self.console(f"  successfully saved checkpoint from iteration {self.iteration:7d} to {folder}")
-        self._saved_at, self._not_saved = self.iteration, ""
+        self.saves.save(self.iteration, state, must)
+
+    def _end_saves(self) -> None:
+        """Return when the last state is saved; if its save began as one that may fail, and failed, it is saved again."""
+        self.saves.wait(self.iteration)
+        if not self.run.training.skip_train:
+            self.save(must=True)
+            self.saves.wait(self.iteration)
 
     def load(self) -> None:
         """Resume from ``--load`` if it holds a checkpoint.
@@ -350,7 +324,7 @@ class Trainer:
             return
         found = int(state["iteration"])
         path = iteration_folder(checkpoint.load, found)
-        self._whole = self._loaded = path if path.is_dir() else Path(checkpoint.load)
+        self.saves.whole = self.saves.loaded = path if path.is_dir() else Path(checkpoint.load)
         unsaid = [name for name in ("model", "consumed_samples") if state.get(name) is None]
         if unsaid:
             raise ConfigError(f"--load {checkpoint.load} holds no checkpoint of training: its state does not say {' and '.join(unsaid)}.")
@@ -379,7 +353,7 @@ class Trainer:
             self._checks.skipped.begin()
         self.iteration, self.consumed_samples = found, int(state["consumed_samples"])
         self._go_on_with_data(state.get("data"))
-        self._saved_at = found if checkpoint.save == checkpoint.load else None
+        self.saves.saved_at = found if checkpoint.save == checkpoint.load else None
         self.console(f"resumed from {checkpoint.load} at iteration {found}, {self.consumed_samples} samples consumed")
 
     def _update(self, loss_sum: torch.Tensor) -> list[torch.Tensor]:
@@ -457,8 +431,8 @@ class Trainer:
 
     def _standing(self, begin: int) -> Standing:
         """What would be left if the run, which began after iteration ``begin``, ended now."""
-        kept_at = self._saved_at if self._saved_at is not None else begin
-        return Standing(self.iteration, kept_at, self._whole, self.run.checkpoint.save is not None)
+        kept_at = self.saves.saved_at if self.saves.saved_at is not None else begin
+        return Standing(self.iteration, kept_at, self.saves.whole, self.run.checkpoint.save is not None)
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.iteration % interval == 0  # type: ignore[operator]

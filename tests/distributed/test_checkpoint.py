@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from domino_lm.checkpoint.blocks import _Writer
+from domino_lm.checkpoint import writing
 from domino_lm.checkpoint.folder import find_checkpoint, iteration_folder
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
 from domino_lm.checkpoint.manifest import Manifest
@@ -160,14 +160,14 @@ def save_with_a_full_disk_on_rank_1(mesh: ParallelMesh, model: ModelConfig, fold
     if mesh.world.rank != 1:
         save(mesh, model, folder, iteration=40)
         return
-    with mock.patch.object(_Writer, "write_data", side_effect=OSError(28, "No space left on device")):
+    with mock.patch.object(writing, "_write_content", side_effect=OSError(28, "No space left on device")):
         save(mesh, model, folder, iteration=40)
 
 
 def test_a_full_disk_on_one_rank_reaches_all_and_leaves_the_old_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     ranks(4).run(save, MODELS["gpt"], str(tmp_path), tp=2)
     errors = ranks(4).run(outcomes, save_with_a_full_disk_on_rank_1, (MODELS["gpt"], str(tmp_path)), tp=2)
-    assert all("rank 1 failed with OSError: [Errno 28] No space left on device" in error for error in errors)
+    assert all("__1_0.distcp: No space left on device (rank 1)" in error for error in errors)
     assert sorted(os.listdir(tmp_path)) == ["iter_0000020", TRACKER]
     assert find_checkpoint(tmp_path) == iteration_folder(tmp_path, 20)
 

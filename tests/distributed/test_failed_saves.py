@@ -14,7 +14,7 @@ from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.save_load import save_checkpoint
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.pretrain import main
-from domino_lm.training.trainer import SaveError
+from domino_lm.training.saving import SaveError
 from tests.distributed.training_runs import TINY, built, write_tokens
 from tests.rank_pool import RankPool
 
@@ -34,7 +34,7 @@ def failing(*iterations: int) -> object:
             raise CheckpointError("No space left on device.")
         return save_checkpoint(folder, iteration, *rest)  # type: ignore[arg-type]
 
-    return mock.patch("domino_lm.training.trainer.save_checkpoint", save)
+    return mock.patch("domino_lm.training.saving.save_checkpoint", save)
 
 
 def lines_of_run(mesh: ParallelMesh, tokens: Path, flags: str, *failures: int) -> list[str]:

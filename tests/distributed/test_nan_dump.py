@@ -28,7 +28,7 @@ from domino_lm.schedule.prepare import prepare_plan
 from domino_lm.tools import verify
 from domino_lm.tools.replay import compare, run_again
 from domino_lm.training.nan_report import newest_dump, origin_of, read_report, report_text
-from domino_lm.training.trainer import TrainingError
+from domino_lm.training.saving import TrainingError
 from tests.distributed.models import GPT, LLAMA, MICRO_BATCH, float64_stack, micro_batches
 from tests.distributed.test_host_reads import SCHEDULES
 from tests.distributed.training_runs import TINY, built, program, steps, write_tokens

@@ -18,7 +18,7 @@ from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.executor import Executor
 from domino_lm.schedule.prepare import prepare_plan
-from domino_lm.training.trainer import TrainingError
+from domino_lm.training.saving import TrainingError
 from domino_lm.watch.metrics import StepReport
 from tests import reference
 from tests.distributed.models import MICRO_BATCH, MICRO_BATCHES, MODELS, SEED, Gradients, global_samples, grad_of, micro_batches, unsharded

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from domino_lm.parallel.mesh import ParallelMesh
-from domino_lm.training.trainer import SaveError
+from domino_lm.training.saving import SaveError
 from tests.distributed.training_runs import REPOSITORY, TINY, built, heed_signals, program, ranks_of, write_tokens
 from tests.rank_pool import RankPool
 

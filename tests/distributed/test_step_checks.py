@@ -12,7 +12,7 @@ import torch
 from domino_lm.data.indexed import IndexedDatasetWriter
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.pretrain import main
-from domino_lm.training.trainer import TrainingError
+from domino_lm.training.saving import TrainingError
 from tests.distributed.training_runs import TINY, VOCABULARY, built, write_tokens
 from tests.rank_pool import RankPool
 

@@ -19,7 +19,7 @@ from domino_lm.config.settings import ConfigError
 from domino_lm.model.batch import MicroBatch
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.pretrain import main
-from domino_lm.training.trainer import TrainingError
+from domino_lm.training.saving import TrainingError
 from domino_lm.watch.metrics import StepReport
 from tests.distributed.training_runs import TINY, built, program, steps, write_tokens
 from tests.rank_pool import RankPool

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu_bench import Bench, known_hardware
 from benchmarks.gpu_correctness import correctness
+from domino_lm.checkpoint.shared_copy import SharedCopy, new_memory, places_of
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 ROOT = Path(__file__).parents[2]
@@ -34,3 +35,18 @@ def test_two_ranks_over_nccl_compute_what_one_does(cut: str) -> None:
     )
     done = subprocess.run([*words, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+def test_what_is_saved_beside_training_is_what_the_gpu_held() -> None:
+    device, memory = torch.device("cuda", 0), new_memory()
+    tensors = [torch.randn(300, 1000, device=device), torch.randn(64, 64, device=device).bfloat16().t()]
+    places = places_of(tensors)
+    copy = SharedCopy.reserve(memory, places, device)
+    copy.take(tensors)
+    held = [tensor.cpu() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    other = SharedCopy(memory, places)  # as another process sees it
+    assert all(torch.equal(one, two) for one, two in zip(other.tensors, held, strict=True))
+    copy.release()

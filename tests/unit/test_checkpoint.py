@@ -17,10 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from domino_lm.checkpoint import manifest, save_load
-from domino_lm.checkpoint.blocks import Block, blocks_of, write_blocks
+from domino_lm.checkpoint.blocks import Block, blocks_of
 from domino_lm.checkpoint.folder import find_checkpoint, iteration_folder
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint
+from domino_lm.checkpoint.writing import write_blocks
 from domino_lm.config.settings import ModelConfig, OptimizerConfig
 from domino_lm.model.build import build_stack
 from domino_lm.model.stack import Stack

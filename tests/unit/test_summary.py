@@ -182,3 +182,23 @@ def test_a_dry_run_needs_no_torch() -> None:
     flags = f"{BASE} --preset debug-gpt --vocab-size 100 --dry-run".split()
     code = f"import sys; from domino_lm.pretrain import main; main({flags!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "replicas", "bytes_of_a_weight"),
+    [("", 1, 12), ("--bf16", 1, 14), ("--no-save-optim", 1, 4), ("", 4, 3), ("--use-distributed-optimizer", 2, 6)],
+)
+def test_the_copy_for_saves_is_counted_where_it_lies(flags: str, replicas: int, bytes_of_a_weight: float) -> None:
+    settings = run(f"--preset gpt3-125m --vocab-size 50257 --save x --async-save --global-batch-size 8 {flags}")
+    on_host, on_gpu = memory_estimate(settings, replicas, "cpu"), memory_estimate(settings, replicas, "cuda")
+    weights = on_host.weights / settings.precision.element_bytes
+    assert on_host.copy == pytest.approx(bytes_of_a_weight * weights)
+    assert on_host.total == pytest.approx(on_host.weights + on_host.gradients + on_host.optimizer + on_host.activations + on_host.copy)
+    assert on_gpu.copy == 0
+    assert "copy for saves" in RunSummary(settings, replicas, "cpu", "x").memory()
+    assert "of pinned main memory on each rank" in str(RunSummary(settings, replicas, "cuda", "x"))
+
+
+def test_nothing_is_copied_for_saves_that_training_waits_for_or_that_there_are_not() -> None:
+    for flags in ("--save x", "--async-save", "--save x --async-save --skip-train"):
+        assert memory_estimate(run(f"--preset gpt3-125m --vocab-size 50257 {flags}"), 1, "cpu").copy == 0

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from domino_lm.checkpoint import megatron_state
-from domino_lm.checkpoint.blocks import Block, blocks_of, plan_reads, read_blocks, write_blocks
+from domino_lm.checkpoint.blocks import Block, blocks_of, plan_reads, read_blocks
 from domino_lm.checkpoint.convert.stored_model import StoredModel, tensors
 from domino_lm.checkpoint.folder import BACKEND_FILE, Kind
 from domino_lm.checkpoint.index import CheckpointError, read_metadata
@@ -23,6 +23,7 @@ from domino_lm.checkpoint.publish import sync_file, write_synced
 from domino_lm.checkpoint.record import STATE_FILE, native_record, read_native_record
 from domino_lm.checkpoint.save_load import SHARDED_BACKEND, write_native_files
 from domino_lm.checkpoint.source import WORD_EMBEDDINGS, moments_of, prefix_of, read_megatron_record, word_embeddings
+from domino_lm.checkpoint.writing import write_blocks
 from domino_lm.config.settings import ModelConfig
 from domino_lm.model.families.transformer import without_redundant_settings
 from domino_lm.model.parameter import ParameterSpec
