@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := domino_lm tools tests $(wildcard benchmarks)
 
-.PHONY: help setup demo test test-all fuzz bench gpu-check walk check format clean
+.PHONY: help setup demo test test-all fuzz bench chaos gpu-check walk check format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F'|' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ fuzz: $(STAMP)  ## long run of the readers on random and damaged input
 
 bench: $(STAMP)  ## compare with Megatron-core and DeepSpeed on a shaped network (root, iproute2; BENCH="--gbit 1" chooses)
 	$(BIN)/python benchmarks/head_to_head.py $(BENCH)
+
+chaos: $(STAMP)  ## an hour of kills, damage and full disks, each survived or named in docs/reliability.md (CHAOS="--only SIGKILL" takes some)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos $(CHAOS)
 
 gpu-check: $(STAMP)  ## eight minutes on one GPU: correctness, MFU, overhead, overlap (GPU_CHECK=--rehearse tries it on a CPU)
 	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK)

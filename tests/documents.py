@@ -39,6 +39,7 @@ RUN_BY = {
     r"^make setup TORCH": f"{_COMMANDS}setting_up_with_another_torch_installs_that_one",
     r"^python -m pip install": f"{_COMMANDS}the_extra_packages_are_installed_by_their_names",
     r"^make demo": f"{_DOCUMENTS}make_demo_runs_without_a_warning",
+    r"^make chaos": "distributed/test_chaos.py::test_a_part_of_the_campaign_runs_from_the_command_line",
     r"^make gpu-check GPU_CHECK": f"{_COMMANDS}the_check_of_a_gpu_can_be_rehearsed",
     r"^make walk": "unit/test_readme_walk.py::test_a_walk_types_each_command_once_in_a_clone_and_records_what_came_of_it",
     r"^make gpu-check": "unit/test_gpu_check.py::test_without_a_gpu_nothing_is_measured",

@@ -131,6 +131,7 @@ def _distributed_faults(path: Path, kind: Kind, verify: bool) -> list[str]:
         if kind == "native" and not (path / STATE_FILE).is_file():
             faults.append(f"{STATE_FILE}: missing")
         elif kind == "native" and not faults:
+            files.check_others(than=(".distcp",))  # these are verified as they are read
             read_native_record(files)
         return list(dict.fromkeys([*faults, *missing_data(path, read_metadata(path, files.read))]))
     except DamagedError as error:

@@ -155,6 +155,12 @@ class StoredFiles:
         for number in range(len(self._files()[name].blocks)):
             self.part(name, number * self.block_bytes, 1)
 
+    def check_others(self, than: tuple[str, ...]) -> None:
+        """`check` all files that do not end so, unless sizes alone count."""
+        for name in self._files() if self.verify else ():
+            if not name.endswith(than):
+                self.check(name)
+
     def part(self, name: str, offset: int, length: int) -> memoryview:
         """Bytes of a file, valid until the next call; parts in their order are read once. Raises as `read` does."""
         first, stop = offset // self.block_bytes, -(-(offset + length) // self.block_bytes)
