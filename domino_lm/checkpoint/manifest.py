@@ -20,6 +20,7 @@ from typing import Any, Self
 import xxhash
 
 from domino_lm.checkpoint.index import DamagedError, first_line, open_regular
+from domino_lm.config.foreign_text import parse_json
 
 MANIFEST_FILE = "domino_manifest.json"
 BLOCK_BYTES = 1 << 24
@@ -60,7 +61,7 @@ class Manifest:
             return None
         try:
             with open_regular(path) as file:
-                values = json.loads(file.read())
+                values = parse_json(file.read().decode())
             if values.pop("hash") != _hash_of(values):
                 raise ValueError("its own hash is another")
             if iteration_named(folder) not in (None, values["iteration"]):
@@ -68,7 +69,7 @@ class Manifest:
             return cls(
                 **{**values, "files": {name: FileHashes(one["bytes"], tuple(one["blocks"])) for name, one in values["files"].items()}}
             )
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedError(f"{path}: not the manifest of this checkpoint, or damaged ({first_line(error)})") from error
 
 

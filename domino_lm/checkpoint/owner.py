@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from domino_lm.checkpoint.index import CheckpointError, open_regular
+from domino_lm.config.foreign_text import parse_json
 from domino_lm.config.settings import ConfigError
 
 REFRESH_S = 10.0
@@ -103,7 +104,7 @@ class Record(NamedTuple):
     def _said(self) -> tuple[str, Process] | None:
         """Run id and process, as anybody who can write to the folder may have written them."""
         try:
-            values = json.loads(self.content)
+            values = parse_json(self.content.decode())
             process = Process(**{name: values[name] for name in Process.__dataclass_fields__})
             texts = (values["run_id"], process.host, process.boot_id, process.pid_namespace, process.started)
         except (ValueError, KeyError, TypeError, RecursionError):

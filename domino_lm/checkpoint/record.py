@@ -6,6 +6,7 @@ from typing import Any
 
 from domino_lm.checkpoint.index import CheckpointError, DamagedError
 from domino_lm.checkpoint.manifest import MANIFEST_FILE, StoredFiles, iteration_named
+from domino_lm.config.foreign_text import parse_json
 
 STATE_FILE = "state.json"
 FORMAT_VERSION = 2
@@ -58,7 +59,7 @@ def read_native_record(files: StoredFiles) -> dict[str, Any]:
     """
     path = files.folder / STATE_FILE
     try:
-        record = json.loads(files.read(STATE_FILE).decode(), parse_constant=_no_number)
+        record = parse_json(files.read(STATE_FILE).decode(), parse_constant=_no_number)
         if isinstance(record, dict) and isinstance(version := record.get("format_version"), int) and version > FORMAT_VERSION:
             raise CheckpointError(
                 f"{path}: written in format version {version}, this program reads up to {FORMAT_VERSION}; "
@@ -69,7 +70,7 @@ def read_native_record(files: StoredFiles) -> dict[str, Any]:
             raise ValueError(fault)
     except CheckpointError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedError(f"{path}: not the state of this checkpoint, or damaged ({error}); take another checkpoint") from error
     if record["format_version"] < 2:
         _keep_tanh(record["state"].get("model") or {})

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from domino_lm.config.flag_parser import DEFAULT, FlagParser
+from domino_lm.config.foreign_text import int_of_flag
 from domino_lm.config.megatron_flags import REQUIRES, classify
 from domino_lm.config.presets import BESIDE_THE_MODEL, DEBUG_RUN, PRESETS
 from domino_lm.config.schema import NO_DEFAULT, Setting, flat_values, parts, settings
@@ -86,7 +87,9 @@ def build_parser() -> FlagParser:
     parser.add_argument("--config", metavar="FILE", help="Take settings from a TOML file; they win over --preset, and flags over both.")
     parser.add_argument("--dry-run", action="store_true", help="Say what the run consists of, memory included, and stop.")
     parser.add_argument("--print-plan", action="store_true", help="Print the plan of a step, with a remark per op, and stop.")
-    parser.add_argument("--plan-layer", type=int, metavar="N", help="Print the plan of layer N (from 0) alone; implies --print-plan.")
+    parser.add_argument(
+        "--plan-layer", type=int_of_flag, metavar="N", help="Print the plan of layer N (from 0) alone; implies --print-plan."
+    )
     groups: dict[str, Any] = {}
     for setting in settings():
         if setting.part not in groups:
@@ -272,6 +275,11 @@ def add_setting(group: Any, setting: Setting, **changes: Any) -> None:
         default = None if default is NO_DEFAULT else default
         many_choices = setting.choices is not None and len(setting.choices) > 5
         metavar = "NAME" if many_choices else None if setting.choices else setting.kind.__name__.upper()
-        options = {"type": setting.kind, "choices": setting.choices, "metavar": metavar, **({"nargs": "+"} if setting.many else {})}
+        options = {
+            "type": int_of_flag if setting.kind is int else setting.kind,
+            "choices": setting.choices,
+            "metavar": metavar,
+            **({"nargs": "+"} if setting.many else {}),
+        }
     text = setting.help.replace("%", "%%") + ("" if default is None else f"{DEFAULT}{default}.")
     group.add_argument(setting.flag, *ALIASES.get(setting.name, []), dest=setting.name, help=text, **{**options, **changes})

@@ -3,11 +3,11 @@
 import difflib
 import json
 import os
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from domino_lm.config.foreign_text import ForeignTextError, parse_toml
 from domino_lm.config.neighbours import hint_of_neighbours
 from domino_lm.config.schema import Setting, settings
 from domino_lm.config.settings import ConfigError, RunConfig
@@ -36,10 +36,10 @@ def read_config(path: str | os.PathLike[str], gone: Collection[str] = ()) -> Con
     Settings that are ``gone`` are returned as the file has them.
     """
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tables = parse_toml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         return ConfigFile({}, [f"--config {path} cannot be read: {error.strerror}."])
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ForeignTextError, UnicodeDecodeError) as error:
         return ConfigFile({}, [f"--config {path} is not TOML: {error}."])
     known = {item.name: item for item in settings()}
     values: dict[str, object] = {}

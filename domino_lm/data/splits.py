@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from domino_lm.config.data import DataConfig
+from domino_lm.config.foreign_text import ForeignTextError, parse_json
 from domino_lm.data.blended import Blend, BlendedDataset, first_few, normalised, parse_blend, source_sizes, source_targets
 from domino_lm.data.gpt_dataset import (
     SPLITS,
@@ -108,9 +109,11 @@ def read_words(path: Path) -> list[str]:
 def read_per_split(path: Path) -> dict[SplitName, Blend]:
     """Blends from a JSON object with the keys train, valid and test; each a list of words or one string. Raises DatasetError."""
     try:
-        content = json.loads(_read(path, "--per-split-data-args-path"))
+        content = parse_json(_read(path, "--per-split-data-args-path"))
     except json.JSONDecodeError as error:
         raise DatasetError(f"--per-split-data-args-path {path}, line {error.lineno}: not valid JSON ({error.msg}).") from error
+    except ForeignTextError as error:
+        raise DatasetError(f"--per-split-data-args-path {path}: {error}.") from error
     if not isinstance(content, dict) or not set(content) <= set(SPLITS):
         raise DatasetError(f"--per-split-data-args-path {path} must hold an object with the keys train, valid and test.")
     found: dict[SplitName, Blend] = {}

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from domino_lm.config.foreign_text import int_of_flag
 from domino_lm.launch.exit_code import EXIT_FAILED_RUN, EXIT_NOT_SAVED, FOLDER, code_of_ranks
 from domino_lm.launch.signal_watch import SignalWatch
 
@@ -203,13 +204,13 @@ def tensor_parallel_of(flags: Sequence[str]) -> str:
 def flag_parser() -> argparse.ArgumentParser:
     """The flags of this program, before ``--``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", type=int, default=8, help="ranks on this node (default 8)")
-    parser.add_argument("--nnodes", type=int, default=1, help="nodes of the job (default 1)")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is (default 0)")
+    parser.add_argument("--nproc-per-node", type=int_of_flag, default=8, help="ranks on this node (default 8)")
+    parser.add_argument("--nnodes", type=int_of_flag, default=1, help="nodes of the job (default 1)")
+    parser.add_argument("--node-rank", type=int_of_flag, default=0, help="which of them this is (default 0)")
     parser.add_argument("--master-addr", default="localhost", help="address of node 0")
-    parser.add_argument("--master-port", type=int, default=29500, help="port at which the nodes meet (default 29500)")
+    parser.add_argument("--master-port", type=int_of_flag, default=29500, help="port at which the nodes meet (default 29500)")
     parser.add_argument(
-        "--max-restarts", type=int, default=0, help="how often all ranks are started again after one has failed (default 0)"
+        "--max-restarts", type=int_of_flag, default=0, help="how often all ranks are started again after one has failed (default 0)"
     )
     parser.add_argument("--preflight", nargs="*", default=[], metavar="FOLDER", help="check the nodes first, which share these folders")
     parser.add_argument("--min-free-gib", type=float, default=10.0, help="free disk that each of these folders needs (default 10)")

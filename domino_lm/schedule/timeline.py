@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from domino_lm.config.foreign_text import parse_json
 from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
 
 LANE_NAMES = {COMPUTE: "compute", TP_LINK: "TP link", DP_LINK: "DP link"}
@@ -143,7 +144,7 @@ def whole_file(path: Path | str) -> Iterator[Path]:
 def read_trace(path: Path | str) -> Timeline:
     """Read what `Timeline.write_trace` wrote. Raises TimelineError if the file is something else."""
     try:
-        trace = json.loads(Path(path).read_text(encoding="utf-8"))
+        trace = parse_json(Path(path).read_text(encoding="utf-8"))
         about = {str(key): str(value) for key, value in trace["otherData"].items()}
         spans = [_read_span(event) for event in trace["traceEvents"] if event["ph"] == "X"]
     except OSError as error:

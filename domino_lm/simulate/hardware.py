@@ -11,6 +11,7 @@ from math import ceil, log
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from domino_lm.config.foreign_text import parse_json
 from domino_lm.config.settings import ConfigError
 from domino_lm.simulate.links import Fabric, Link, MeasuredFabric
 
@@ -196,7 +197,7 @@ class Hardware:
         """The machine that `to_json` wrote. Raises ConfigError if the text is something else."""
         classes = {kind.__name__: kind for kind in (Device, MeasuredDevice, Fabric, MeasuredFabric)}
         try:
-            values: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = parse_json(text)
             kinds = values.pop("kinds")
             for name in ("device", "fabric"):
                 values[name] = classes[kinds[name]](**{key: _frozen(value) for key, value in values[name].items()})

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from domino_lm.config.arguments import build_parser, read_flags
+from domino_lm.config.foreign_text import int_of_flag
 from domino_lm.config.precision import NAMES
 from domino_lm.config.schema import NO_DEFAULT, settings
 from domino_lm.config.settings import ConfigError, ModelConfig, refuse
@@ -26,14 +27,14 @@ def flag_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--save", required=True, type=Path, metavar="DIR", help="folder to write into; nothing in it is overwritten")
     parser.add_argument("--to", required=True, choices=KINDS, help="kind to write")
-    parser.add_argument("--iteration", type=int, metavar="N", help="iteration to take (default: the latest)")
+    parser.add_argument("--iteration", type=int_of_flag, metavar="N", help="iteration to take (default: the latest)")
     parser.add_argument(
-        "--target-tensor-parallel-size", dest="tensor_parallel", type=int, default=1, metavar="N",
+        "--target-tensor-parallel-size", dest="tensor_parallel", type=int_of_flag, default=1, metavar="N",
         help="ranks that megatron-legacy is cut for, and that either of Megatron's kinds pads the vocabulary for (default: 1)",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=NAMES, help="data type of the weights (default: as in the source); moments stay in fp32")
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="true vocabulary, where the source does not know it (default: as it says)"
+        "--vocab-size", type=int_of_flag, metavar="N", help="true vocabulary, where the source does not know it (default: as it says)"
     )
     parser.add_argument("--no-optimizer", dest="optimizer", action="store_false", help="leave optimizer and schedule out")
     return parser

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy
 
+from domino_lm.config.foreign_text import int_of_flag
 from domino_lm.data.indexed import IndexedDataset
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -85,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def flag_parser() -> argparse.ArgumentParser:
     """The flags of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--train-iters", type=int, default=600, metavar="N", help="steps to train for (default: 600, about three minutes)")
+    parser.add_argument(
+        "--train-iters", type=int_of_flag, default=600, metavar="N", help="steps to train for (default: 600, about three minutes)"
+    )
     return parser
 
 

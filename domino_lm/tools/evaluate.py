@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from domino_lm.config.foreign_text import int_of_flag, parse_json
 from domino_lm.config.settings import ConfigError, RunConfig, refuse
 from domino_lm.data.indexed import IndexedDataset
 from domino_lm.tools.trained_model import TrainedModel, Use, add_model_flags, read_run, use_model
@@ -37,10 +38,12 @@ def flag_parser() -> argparse.ArgumentParser:
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of .jsonl files that hold text (default: text)"
     )
     found.add_argument(
-        "--stride", type=int, metavar="N",
+        "--stride", type=int_of_flag, metavar="N",
         help="tokens from one window to the next; less than the model's positions gives each token more context, at more cost (default: all positions)",
     )  # fmt: skip
-    found.add_argument("--batch-size", type=int, default=8, metavar="N", help="windows that a replica computes at once (default: 8)")
+    found.add_argument(
+        "--batch-size", type=int_of_flag, default=8, metavar="N", help="windows that a replica computes at once (default: 8)"
+    )
     found.add_argument(
         "--tasks",
         nargs="+",
@@ -49,8 +52,10 @@ def flag_parser() -> argparse.ArgumentParser:
         help="tasks of lm-evaluation-harness, which has to be installed: pip install lm-eval",
     )
     found.add_argument("--include-path", metavar="DIR", help="folder with tasks of one's own, in lm-evaluation-harness's YAML")
-    found.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question of a task (default: as the task says)")
-    found.add_argument("--limit", type=int, metavar="N", help="documents of each task to take (default: all)")
+    found.add_argument(
+        "--num-fewshot", type=int_of_flag, metavar="N", help="examples before each question of a task (default: as the task says)"
+    )
+    found.add_argument("--limit", type=int_of_flag, metavar="N", help="documents of each task to take (default: all)")
     found.add_argument("--json", action="store_true", help="print results as one JSON object")
     add_model_flags(found)
     return found
@@ -107,9 +112,9 @@ def _texts_of_lines(file: str, keys: Sequence[str]) -> Iterator[str]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line, whole_numbers=False)
                 yield from (record[key] for key in keys)
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{file}, line {number}: not a JSON object with {' and '.join(keys)} ({error}).") from error
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from domino_lm.config.foreign_text import int_of_flag
 from domino_lm.config.settings import ConfigError, RunConfig, refuse
 from domino_lm.data.tokenizers.tokenizer import Tokenizer
 from domino_lm.tools.trained_model import TrainedModel, Use, add_model_flags, read_run, use_model
@@ -29,7 +30,7 @@ def flag_parser() -> argparse.ArgumentParser:
     text = found.add_argument_group("text")
     text.add_argument("--prompt", metavar="TEXT", help="text to continue")
     text.add_argument("--prompt-file", metavar="FILE", help="file that holds it, whole; - reads standard input")
-    text.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="tokens to generate at most (default: 128)")
+    text.add_argument("--max-new-tokens", type=int_of_flag, default=128, metavar="N", help="tokens to generate at most (default: 128)")
     text.add_argument(
         "--stop",
         action="append",
@@ -40,7 +41,7 @@ def flag_parser() -> argparse.ArgumentParser:
     draw = found.add_argument_group("choice of tokens")
     draw.add_argument("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default: 0, or 1 with --top-p")
     draw.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens whose probabilities sum to P (default: all)")
-    draw.add_argument("--seed", type=int, default=1234, metavar="N", help="of the draws (default: 1234)")
+    draw.add_argument("--seed", type=int_of_flag, default=1234, metavar="N", help="of the draws (default: 1234)")
     found.add_argument(
         "--no-kv-cache", action="store_true", help="compute the whole text again for each token; the same tokens, more slowly"
     )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from domino_lm.config.data import DataConfig, TokenizerConfig
+from domino_lm.config.foreign_text import int_of_flag
 from domino_lm.config.schema import settings_of
 from domino_lm.data.blended import Blend, BlendedDataset
 from domino_lm.data.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -33,17 +34,17 @@ def flag_parser() -> argparse.ArgumentParser:
     )
     data = parser.add_argument_group("data")
     add_flags(data, [item for item in settings_of(DataConfig) if item.name not in HOW_TO_READ])
-    data.add_argument("--seq-length", type=int, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
-    data.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the order (default: 1234)")
+    data.add_argument("--seq-length", type=int_of_flag, default=1024, metavar="N", help="tokens in a sample (default: 1024)")
+    data.add_argument("--seed", type=int_of_flag, default=1234, metavar="N", help="seed of the order (default: 1234)")
     for name in ("train", "valid", "test"):
         data.add_argument(
-            f"--{name}-samples", type=int, metavar="N", help=f"samples that a run takes of the {name} split (default: one epoch)"
+            f"--{name}-samples", type=int_of_flag, metavar="N", help=f"samples that a run takes of the {name} split (default: one epoch)"
         )
     add_tokenizer_flags(parser.add_argument_group("tokenizer (shows text)"))
     show = parser.add_argument_group("what to show")
-    show.add_argument("--samples", type=int, default=2, metavar="K", help="samples of each split to show (default: 2)")
-    show.add_argument("--first-sample", type=int, default=0, metavar="I", help="which one to begin with (default: 0)")
-    show.add_argument("--document", type=int, nargs="*", default=[], metavar="I", help="documents of the first source to show")
+    show.add_argument("--samples", type=int_of_flag, default=2, metavar="K", help="samples of each split to show (default: 2)")
+    show.add_argument("--first-sample", type=int_of_flag, default=0, metavar="I", help="which one to begin with (default: 0)")
+    show.add_argument("--document", type=int_of_flag, nargs="*", default=[], metavar="I", help="documents of the first source to show")
     show.add_argument("--json", action="store_true", help="print everything as one JSON object")
     return parser
 

@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from domino_lm.config.foreign_text import int_of_flag
 from domino_lm.config.settings import ConfigError, ParallelConfig
 from domino_lm.parallel.mesh import ParallelMesh, check_layout, default_device
 from domino_lm.tools.node_checks import Limits, Report, check
@@ -80,7 +81,7 @@ def joined(tensor_parallel: int, backend: str | None, seconds: float) -> Iterato
 def flag_parser() -> argparse.ArgumentParser:
     """The flags of this tool; a wrong one ends with exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="as in the job (default 1)")
+    parser.add_argument("--tensor-model-parallel-size", type=int_of_flag, default=1, help="as in the job (default 1)")
     parser.add_argument("--shared", nargs="*", default=[], metavar="FOLDER", help="folders that all ranks must see: data, checkpoints")
     parser.add_argument("--min-free-gib", type=float, default=10.0, help="free disk that each of them needs (default 10)")
     parser.add_argument("--max-clock-offset-seconds", type=float, default=1.0, help="between rank 0 and any other (default 1)")

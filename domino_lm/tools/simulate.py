@@ -20,6 +20,7 @@ from typing import Any
 
 from domino_lm.config.arguments import Flags, build_parser, config_from_values, read_flags, sound_run, with_file_and_preset
 from domino_lm.config.flag_parser import FlagParser
+from domino_lm.config.foreign_text import int_of_flag, whole_number
 from domino_lm.config.settings import ConfigError, RunConfig, ScheduleConfig
 from domino_lm.launch.checks import run_faults, widest_tensor_parallel
 from domino_lm.schedule.render import MissingMatplotlibError, draw
@@ -61,8 +62,8 @@ def flag_parser() -> FlagParser:
     parser.prog, parser.description = "domino-lm-simulate", __doc__
     group = parser.add_argument_group("simulation")
     group.add_argument("--hardware", default="dgx-h100", metavar="NAME|FILE.json", help=f"{', '.join(HARDWARE)}, or a calibration file")
-    group.add_argument("--nodes", type=int, default=1, help="NVLink domains; default 1")
-    group.add_argument("--devices", type=int, default=None, help="devices in all, instead of --nodes")
+    group.add_argument("--nodes", type=int_of_flag, default=1, help="NVLink domains; default 1")
+    group.add_argument("--devices", type=int_of_flag, default=None, help="devices in all, instead of --nodes")
     group.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     group.add_argument("--compare", action="store_true", default=False, help="predict every schedule")
     group.add_argument(
@@ -71,7 +72,7 @@ def flag_parser() -> FlagParser:
     for name, value in _grid_axes().items():
         text = f"comma-separated values for --sweep; default {','.join(map(str, value))}"
         group.add_argument(f"--sweep-{name.replace('_', '-')}", type=_numbers, default=None, metavar="N,N", help=text)
-    group.add_argument("--processes", type=int, default=os.cpu_count(), help="processes of --sweep; default: all CPUs")
+    group.add_argument("--processes", type=int_of_flag, default=os.cpu_count(), help="processes of --sweep; default: all CPUs")
     parser.set_defaults(print_plan=False, plan_layer=None)
     return parser
 
@@ -101,7 +102,7 @@ def _grid_axes() -> dict[str, tuple[int, ...]]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    return tuple(whole_number(part) for part in text.split(","))
 
 
 def as_values(step: Prediction, best: Prediction) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import warnings
 
 from domino_lm.config.arguments import parse_arguments
 from domino_lm.config.batch_plan import data_parallel_size, global_batch_size
+from domino_lm.config.foreign_text import int_of_flag
 from domino_lm.config.settings import RunConfig
 from domino_lm.launch.checks import run_faults
 from domino_lm.pretrain import WRONG_SETTINGS, build_data, show_warning
@@ -30,9 +31,11 @@ LEARNING_RATE = 1e-3
 def flag_parser() -> argparse.ArgumentParser:
     """The flags of this tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--verify-steps", type=int, default=3, help="steps of each run (default 3)")
+    parser.add_argument("--verify-steps", type=int_of_flag, default=3, help="steps of each run (default 3)")
     parser.add_argument("--verify-dtype", choices=["float64", "float32"], default="float64", help="float64 tells a bug from rounding")
-    parser.add_argument("--verify-largest", type=int, default=200_000_000, help="parameters that one rank can hold; layers are cut to fit")
+    parser.add_argument(
+        "--verify-largest", type=int_of_flag, default=200_000_000, help="parameters that one rank can hold; layers are cut to fit"
+    )
     parser.add_argument("--replay", metavar="DIR", help="run the step again that --dump-on-nan has written there; no other flag is needed")
     parser.epilog = "All flags of training follow; see domino-lm-pretrain --help."
     return parser

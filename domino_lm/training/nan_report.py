@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from domino_lm.config.foreign_text import parse_json
 from domino_lm.config.settings import ConfigError
 from domino_lm.schedule.inspection import Finding, Statistics
 from domino_lm.schedule.ops import Slicing
@@ -89,7 +89,7 @@ def report_text(report: Mapping[str, Any]) -> str:
 def read_report(folder: Path) -> dict[str, Any]:
     """The report of the dump in ``folder``. Raises ConfigError if there is no whole one."""
     try:
-        found = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+        found = parse_json((folder / REPORT_FILE).read_text(encoding="utf-8"))
         missing = [name for name in READ if name not in found]
         report_text(found)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

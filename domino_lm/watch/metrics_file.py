@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
+from domino_lm.config.foreign_text import parse_json
 from domino_lm.schedule.timeline import whole_file
 
 
@@ -64,7 +65,7 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     found = []
     for line in lines:
         try:
-            found.append(json.loads(line))
+            found.append(parse_json(line))
         except ValueError:
             continue
     return found

@@ -17,6 +17,7 @@ from domino_lm.checkpoint.convert.stored_model import StoredModel, parameter_spe
 from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.megatron_legacy import Role
 from domino_lm.checkpoint.publish import sync_file, write_synced
+from domino_lm.config.foreign_text import parse_json
 from domino_lm.model.families.transformer import without_redundant_settings
 from domino_lm.model.parameter import ParameterSpec
 
@@ -177,8 +178,8 @@ class _Tensors:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: it holds no JSON object")

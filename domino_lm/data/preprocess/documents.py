@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from domino_lm.config.foreign_text import ForeignTextError, parse_json
 from domino_lm.data.indexed import Array, checked_cast
 from domino_lm.data.preprocess.inputs import Block, PreprocessError
 from domino_lm.data.preprocess.sentences import SentenceSplitter
@@ -208,12 +209,12 @@ def parse_line(raw: bytes, place: Place, replace: bool = False) -> dict[str, Any
         bad = raw[error.start : error.start + 4].hex(" ")
         raise place.fault(f"not UTF-8 (bytes {bad})", "convert the file to UTF-8, or use --on-error replace", error.start) from None
     try:
-        record = json.loads(text)
+        record = parse_json(text, whole_numbers=False)
     except json.JSONDecodeError as error:
         raise place.fault(
             f"not valid JSON ({error.msg})", "each line must hold one whole JSON object", len(text[: error.pos].encode())
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ForeignTextError as error:
         raise place.fault(f"not readable as JSON ({error})", "each line must hold one plain JSON object") from None
     if not isinstance(record, dict):
         raise place.fault(f"the line holds {_json_type(record)}, not an object", 'write {"text": "..."} on each line')

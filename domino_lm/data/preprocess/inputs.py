@@ -17,6 +17,8 @@ from domino_lm.data.tokenizers.tokenizer import in_groups
 
 BLOCK_BYTES = 1 << 18
 ROWS_PER_BLOCK = 512
+MAX_LINE_BYTES = 1 << 30
+_PLAIN_TEXT = frozenset(("string", "binary"))
 STANDARD_INPUT = "-"
 WILDCARDS = frozenset("*?[")
 
@@ -82,18 +84,24 @@ def size_on_disk(paths: Sequence[str]) -> int | None:
     return sum(os.path.getsize(path) for path in paths)
 
 
-def read_blocks(paths: Sequence[str], keys: Sequence[str], size_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """All lines of all files in order, in blocks of about ``size_bytes``. Raises PreprocessError if a file is damaged."""
+def read_blocks(
+    paths: Sequence[str], keys: Sequence[str], size_bytes: int = BLOCK_BYTES, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Block]:
+    """All lines of all files in order, in blocks of about ``size_bytes``.
+
+    Raises PreprocessError if a file is damaged, or a line longer than ``max_line_bytes``: a small archive can hold one that does not end.
+    """
     before = 0
     for path in paths:
         last = before
-        for block in _read_parquet(path, keys) if path.endswith(".parquet") else _read_file(path, size_bytes):
+        blocks = _read_parquet(path, keys, max_line_bytes) if path.endswith(".parquet") else _read_file(path, size_bytes, max_line_bytes)
+        for block in blocks:
             last = block.read_bytes = before + block.read_bytes
             yield block
         before = last
 
 
-def _read_file(path: str, size_bytes: int) -> Iterator[Block]:
+def _read_file(path: str, size_bytes: int, max_line_bytes: int) -> Iterator[Block]:
     with _open_raw(path) as raw:
         state = _state(os.fstat(raw.fileno()))
         source = _decompressed(path, raw)
@@ -102,7 +110,7 @@ def _read_file(path: str, size_bytes: int) -> Iterator[Block]:
             try:
                 data = source.read(size_bytes)
                 if data and not data.endswith(b"\n"):
-                    data += source.readline()
+                    data += source.readline(max_line_bytes + 1)  # with its end, or one byte that is too many
             except (EOFError, gzip.BadGzipFile, zlib.error, _DamagedError) as error:
                 kind = "gzip" if path.endswith(".gz") else "zstd"
                 raise PreprocessError(
@@ -110,6 +118,7 @@ def _read_file(path: str, size_bytes: int) -> Iterator[Block]:
                 ) from error
             if not data:
                 break
+            _require_short_lines(data, path, line, offset, max_line_bytes)
             position = raw.tell() if raw.seekable() else offset + len(data)
             block = Block(path, data, line, offset, position)
             line += data.count(b"\n")
@@ -117,6 +126,23 @@ def _read_file(path: str, size_bytes: int) -> Iterator[Block]:
             del data  # the block alone keeps it
             yield block
         _require_unchanged(path, state)
+
+
+def _require_short_lines(data: bytes, path: str, line: int, offset: int, max_line_bytes: int) -> None:
+    """Raise PreprocessError if a line of a block is too long; ``line`` and ``offset`` are where the block begins."""
+    begin = 0
+    while len(data) - begin > max_line_bytes:
+        end = data.find(b"\n", begin)
+        if (end if end >= 0 else len(data)) - begin > max_line_bytes:
+            raise _too_long(f"{path}, line {line}, byte {offset + begin}", max_line_bytes)
+        begin, line = end + 1, line + 1
+
+
+def _too_long(where: str, max_line_bytes: int) -> PreprocessError:
+    return PreprocessError(
+        f"{where}: longer than --max-line-gib {max_line_bytes / 2**30:g}, as in an archive that was made to fill memory; split it, or raise "
+        "the limit (a line needs about ten times its size in memory)."
+    )
 
 
 def _state(found: os.stat_result) -> tuple[int, int, int, int] | None:
@@ -188,7 +214,7 @@ class _ZstdFile(io.RawIOBase):
             self._frame, self._unread = None, self._frame.unused_data
 
 
-def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[Block]:
+def _read_parquet(path: str, keys: Sequence[str], max_line_bytes: int) -> Iterator[Block]:
     """Rows as JSON lines, of the columns that ``keys`` name alone."""
     # pyarrow's default allocator keeps freed memory: the larger the file, the more.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
@@ -199,12 +225,17 @@ def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[Block]:
         raise PreprocessError(f"{path}: reading .parquet files needs the package pyarrow: pip install pyarrow.") from None
     state, size, row = _state(os.stat(path)), os.path.getsize(path), 0
     try:
-        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES) as table:
+        # As dictionaries, since a file of a few bytes can say the same long text a million times.
+        texts = [key for key, kind in _kinds(parquet.read_schema(path)).items() if key in keys and kind in _PLAIN_TEXT]
+        with parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK_BYTES, read_dictionary=texts) as table:
             columns = _text_columns(path, table.schema_arrow, keys)
             total = table.metadata.num_rows
             for batch in table.iter_batches(_rows_per_batch(table.metadata), columns=columns):
-                lines = (json.dumps(record, default=_text_of_bytes) + "\n" for record in batch.to_pylist())
+                lines = (json.dumps(record, default=_text_of_bytes) + "\n" for record in _records(batch))
                 for group in in_groups(lines, len, BLOCK_BYTES):  # rows may be of very different sizes
+                    for number, text in enumerate(group, row + 1):
+                        if len(text) > max_line_bytes:
+                            raise _too_long(f"{path}, row {number}", max_line_bytes)
                     end = row + len(group)
                     yield Block(path, "".join(group).encode(), row + 1, 0, size * end // total, "row")
                     row = end
@@ -212,6 +243,17 @@ def _read_parquet(path: str, keys: Sequence[str]) -> Iterator[Block]:
         reason = " ".join(str(error).split())
         raise PreprocessError(f"{path}, row {row + 1}: the parquet file cannot be read ({reason}); write it again.") from error
     _require_unchanged(path, state)
+
+
+def _kinds(schema: Any) -> dict[str, str]:
+    """The type of each column, by its name."""
+    return {field.name: str(field.type) for field in schema}
+
+
+def _records(batch: Any) -> Iterator[dict[str, Any]]:
+    """Rows one after the other, so that of equal texts only one is unpacked at a time."""
+    for row in range(batch.num_rows):
+        yield {name: batch.column(name)[row].as_py() for name in batch.schema.names}
 
 
 def _text_columns(path: str, schema: Any, keys: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from domino_lm.config.data import TokenizerConfig
 from domino_lm.data.indexed import best_dtype
 from domino_lm.data.preprocess.documents import SHOWN_FAULTS, EncodedBlock, Encoder, OnError
-from domino_lm.data.preprocess.inputs import BLOCK_BYTES, PreprocessError, expand_inputs, read_blocks, size_on_disk
+from domino_lm.data.preprocess.inputs import BLOCK_BYTES, MAX_LINE_BYTES, PreprocessError, expand_inputs, read_blocks, size_on_disk
 from domino_lm.data.preprocess.outputs import PartitionedWriter
 from domino_lm.data.preprocess.pool import encode_blocks
 from domino_lm.data.preprocess.sentences import SentenceSplitter
@@ -65,6 +65,9 @@ class PreprocessConfig:
 
     on_error: OnError = "stop"
     """A bad line ends the run (stop), is counted and left out (skip), or has invalid characters replaced by U+FFFD (replace; other faults stop)."""
+
+    max_line_gib: float = MAX_LINE_BYTES / 2**30
+    """Longest line, or row of a table, in GiB and unpacked: an archive of a few bytes may hold a line that fills memory."""
 
     log_interval: int = 1000
     """Documents between progress lines."""
@@ -123,7 +126,7 @@ def preprocess(config: PreprocessConfig, progress: TextIO | None = None) -> Summ
         with ExitStack() as stack:
             writers = [stack.enter_context(PartitionedWriter(config.prefix(key), encoder.dtype, partitions)) for key in keys]
             report = stack.enter_context(Progress(config.log_interval, size, progress))
-            blocks = read_blocks(paths, keys)
+            blocks = read_blocks(paths, keys, max_line_bytes=int(config.max_line_gib * 2**30))
             workers = config.workers if size is None else min(config.workers, max(1, size // BLOCK_BYTES))
             results = stack.enter_context(closing(encode_blocks(blocks, workers, encoder, config, build_encoder)))
             for encoded in results:
@@ -193,6 +196,10 @@ def _check(config: PreprocessConfig, paths: list[str]) -> None:
     for flag, value in (("--workers", config.workers), ("--partitions", config.partitions), ("--log-interval", config.log_interval)):
         if value < 1:
             raise PreprocessError(f"{flag} {value} cannot be; use at least 1.")
+    if not 2**-30 <= config.max_line_gib < float("inf"):
+        raise PreprocessError(
+            f"--max-line-gib {config.max_line_gib:g} leaves no line; give GiB above 0, by default {MAX_LINE_BYTES >> 30}."
+        )
     doubled = {key for key in config.json_keys if config.json_keys.count(key) > 1}
     if doubled or not config.json_keys:
         raise PreprocessError(f"--json-keys {' '.join(config.json_keys)} must name at least one key, and each once.")

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from domino_lm.config.foreign_text import parse_json
 from domino_lm.data.tokenizers.fast_bpe import FastEncoder
-from domino_lm.data.tokenizers.tokenizer import Ids, Lengths, TokenizerError, encode_pieces, flatten, sha256_of
+from domino_lm.data.tokenizers.tokenizer import NOWHERE, Ids, Lengths, TokenizerError, encode_pieces, flatten, sha256_of
 
 END_OF_TEXT = "<|endoftext|>"
-NOWHERE = re.compile("(?!)")
 BETWEEN_WORDS = re.compile(r"(?<=\S)(?=[ \n]\S)")
 """By GPT-2's rule a word ends before a single space or newline, whatever stands around the two."""
 NO_TEMPLATE: dict[str, Any] = {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}]}
@@ -30,6 +30,8 @@ class _Backed:
     eod: int | None
     pad: int | None
     _include_special = False
+    _adds_tokens = False
+    """Whether each text that is encoded gets tokens of a template, which pieces of a text must not."""
     _border = NOWHERE
     """Where a long text may be cut without changing its ids."""
 
@@ -56,7 +58,7 @@ class _Backed:
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         encode = self._encode_slowly if self._fast is None else self._fast.encode_batch
-        return encode_pieces(encode, texts, self._border)
+        return encode_pieces(encode, texts, self._border, cut_words=not self._adds_tokens)
 
     def _encode_slowly(self, texts: list[str]) -> tuple[Ids, Lengths]:
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=self._include_special)
@@ -78,7 +80,7 @@ class GPT2BPETokenizer(_Backed):
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         self._files = {"vocab_file": vocab_file, "merge_file": merge_file}
-        vocabulary = json.loads(Path(vocab_file).read_text(encoding="utf-8"))
+        vocabulary = parse_json(Path(vocab_file).read_text(encoding="utf-8"))
         lines = Path(merge_file).read_text(encoding="utf-8").split("\n")
         merges = [line for line in lines if line and not line.startswith("#version")]
         if not isinstance(vocabulary, dict) or not all(len(line.split(" ")) == 2 for line in merges):
@@ -111,19 +113,22 @@ class HuggingFaceTokenizer(_Backed):
                 "model with --tokenizer-type SentencePieceTokenizer."
             )
         text = self._file.read_text(encoding="utf-8")
-        description = json.loads(text)
+        description = parse_json(text)
         config_file = folder / "tokenizer_config.json"
-        self._config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+        self._config: dict[str, Any] = (
+            parse_json(config_file.read_text(encoding="utf-8"), whole_numbers=False) if config_file.is_file() else {}
+        )
         if _add_tokens(description, self._config) or description.get("truncation") or description.get("padding"):
             text = json.dumps(description | {"truncation": None, "padding": None})
         self._include_special = include_special
         template = description.get("post_processor")
         adds_nothing = template is None or template.get("type") == "ByteLevel" or template.get("single") == NO_TEMPLATE["single"]
-        if adds_nothing or not include_special:
+        self._adds_tokens = include_special and not adds_nothing
+        if not self._adds_tokens:
             self._border = _border_of(description)
         special = [token["content"] for token in description["added_tokens"] if _splits_cleanly(token)]
         fast = None
-        if special and (adds_nothing or not include_special) and _is_byte_level(description):
+        if special and not self._adds_tokens and _is_byte_level(description):
             fast = FastEncoder.create(text, special[0])
         super().__init__(text, fast)
         if fast is not None and not fast.agrees_with(self.encode, [token["content"] for token in description["added_tokens"]]):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from domino_lm.data.tokenizers.tokenizer import Ids, Lengths, TokenizerError, flatten
+from domino_lm.data.tokenizers.tokenizer import Ids, Lengths, TokenizerError, flatten, shortened
 
 
 class NullTokenizer:
@@ -36,7 +36,7 @@ class NullTokenizer:
             try:
                 ids.append(int(word))
             except ValueError:
-                raise TokenizerError(f"word {number} is {word!r}, not a number; write ids with one space between them") from None
+                raise TokenizerError(f"word {number} is {shortened(word)!r}, not a number; write ids with one space between them") from None
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
@@ -45,7 +45,7 @@ class NullTokenizer:
         for ids in encoded:
             if min(ids) < 0 or max(ids) >= self.vocab_size:
                 bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-                raise TokenizerError(f"id {bad} is outside the vocabulary; ids are 0 to {self.vocab_size - 1}")
+                raise TokenizerError(f"id {shortened(str(bad))} is outside the vocabulary; ids are 0 to {self.vocab_size - 1}")
         return flatten(encoded)
 
     def decode(self, ids: Sequence[int]) -> str:

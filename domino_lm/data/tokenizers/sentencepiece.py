@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from domino_lm.data.tokenizers.tokenizer import Ids, Lengths, encode_pieces, flatten, sha256_of
+from domino_lm.data.tokenizers.tokenizer import LONGEST_WORD, NOWHERE, Ids, Lengths, encode_pieces, flatten, sha256_of
 
 SPACE = "\u2581"  # SentencePiece's visible space
 BETWEEN_SPACES = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
@@ -45,7 +45,7 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         if self._words is not None:
             return self._words.encode_batch(texts)
-        return flatten(self._model.encode(list(texts), num_threads=1))
+        return encode_pieces(lambda pieces: flatten(self._model.encode(pieces, num_threads=1)), texts, NOWHERE)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._model.decode([int(i) for i in ids])
@@ -84,19 +84,26 @@ class LegacySentencePieceTokenizer:
         self.pad: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        parts = self._cut.split(text) if self._cut is not None else [text]
-        ids: list[int] = []
-        for i, part in enumerate(parts):
-            if i % 2:
-                ids.append(self._special[part])
-                continue
-            encoded = self._plain.encode(part)
-            between = 0 < i < len(parts) - 1
-            ids += encoded[1:] if between and encoded[:1] == [self._space] else encoded
+        ids: list[int] = self._encode(text).tolist()
         return ids
 
+    def _encode(self, text: str) -> Ids:
+        parts = self._cut.split(text) if self._cut is not None else [text]
+        found: list[Ids] = []
+        for i, part in enumerate(parts):
+            if i % 2:
+                found.append(np.array([self._special[part]], np.int32))
+                continue
+            long = len(part) > LONGEST_WORD
+            encoded = self._plain.encode_batch([part])[0] if long else np.array(self._plain.encode(part), np.int32)
+            between = 0 < i < len(parts) - 1
+            found.append(encoded[1:] if between and encoded[:1].tolist() == [self._space] else encoded)
+        return np.concatenate(found)
+
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        return flatten([self.encode(text) for text in texts])
+        encoded = [self._encode(text) for text in texts]
+        ids = np.concatenate(encoded) if len(encoded) > 1 else encoded[0] if encoded else np.empty(0, np.int32)
+        return ids, np.fromiter(map(len, encoded), np.int64, len(encoded))
 
     def decode(self, ids: Sequence[int]) -> str:
         parts = []
@@ -152,9 +159,9 @@ class WordMemory:
 
 
 def _spelled(piece: str, begin: int) -> str:
-    """A piece of a text with spaces spelled as the model does, which puts one before each text that is not empty."""
+    """A piece of a text with spaces spelled as the model does, which puts one before each text, and part of a word, that is not empty."""
     spelled = piece.replace(" ", SPACE)
-    return SPACE + spelled if spelled and begin == 0 else spelled
+    return SPACE + spelled if spelled and (begin == 0 or not spelled.startswith(SPACE)) else spelled
 
 
 class _Numbers(dict[str, int]):

@@ -11,7 +11,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from domino_lm.data.tokenizers.tokenizer import Ids, Lengths, TokenizerError, flatten, sha256_of
+from domino_lm.config.foreign_text import parse_json
+from domino_lm.data.tokenizers.tokenizer import NOWHERE, Ids, Lengths, TokenizerError, encode_pieces, flatten, sha256_of
 
 DEFAULT_VOCAB_SIZE = 2**17
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -58,7 +59,10 @@ class TikTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        return flatten([encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)])
+        return encode_pieces(self._encode_whole, texts, NOWHERE)
+
+    def _encode_whole(self, texts: list[str]) -> tuple[Ids, Lengths]:
+        return flatten([encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)])
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(self._bytes[int(number)] for number in ids).decode("utf-8", errors="replace")
@@ -80,7 +84,7 @@ def _check_special(named: Sequence[str], num_special: int, vocab_size: int) -> N
 
 def _read_ranked(path: str, count: int) -> list[bytes]:
     """The file's first ``count`` byte strings. Raises TokenizerError if it has fewer, or is of another form."""
-    entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    entries = parse_json(Path(path).read_text(encoding="utf-8"))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) and {"rank", "token_bytes"} <= entry.keys() for entry in entries):
         raise TokenizerError("it must be a JSON list of objects with rank and token_bytes")
     if len(entries) < count:

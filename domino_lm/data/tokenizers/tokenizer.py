@@ -13,7 +13,12 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-PIECE_CHARACTERS = 1 << 20
+PIECE_CHARACTERS = 1 << 18
+LONGEST_WORD = 1 << 17
+"""Characters without white space between them, or of white space alone; merging more at once takes gigabytes."""
+NOWHERE = re.compile("(?!)")
+"""The border of tokenizers that may not be cut between words."""
+_WORD = re.compile(r"\S++|\s++")
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.int64]
@@ -60,18 +65,26 @@ def flatten(ids: Sequence[Sequence[int]]) -> tuple[Ids, Lengths]:
     return np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(lengths.sum())), lengths
 
 
-def _cut_long_texts(texts: Sequence[str], border: re.Pattern[str]) -> Iterator[tuple[int, int, str]]:
+def _cut_long_texts(texts: Sequence[str], border: re.Pattern[str], cut_words: bool) -> Iterator[tuple[int, int, str]]:
     """The texts, long ones in pieces of about PIECE_CHARACTERS that begin at a ``border``: number of the text, offset in it, piece.
 
     Encoding a text of many megabytes at once takes up to a hundred times its size in memory. A border must be a place
-    where the tokenizer starts afresh whatever stands before and behind it.
+    where the tokenizer starts afresh whatever stands before and behind it. With ``cut_words`` a piece also ends inside a word that is too long.
     """
     for i, text in enumerate(texts):
         begin = 0
-        while len(text) - begin > PIECE_CHARACTERS and (found := border.search(text, begin + PIECE_CHARACTERS)) is not None:
-            yield i, begin, text[begin : found.start()]
-            begin = found.start()
-        yield i, begin, text[begin:]
+        for end in [*(_ends_in_words(text) if cut_words and len(text) > LONGEST_WORD else ()), len(text)]:
+            while end - begin > PIECE_CHARACTERS and (found := border.search(text, begin + PIECE_CHARACTERS, end)) is not None:
+                yield i, begin, text[begin : found.start()]
+                begin = found.start()
+            yield i, begin, text[begin:end]
+            begin = end
+
+
+def _ends_in_words(text: str) -> Iterator[int]:
+    """Where words, and stretches of white space, are cut that are longer than LONGEST_WORD."""
+    for word in _WORD.finditer(text):
+        yield from range(word.start() + LONGEST_WORD, word.end(), LONGEST_WORD)
 
 
 def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], size: int) -> Iterator[list[Item]]:
@@ -93,20 +106,27 @@ def encode_pieces(
     texts: Sequence[str],
     border: re.Pattern[str],
     spell: Callable[[str, int], str] = lambda piece, begin: piece,
+    cut_words: bool = True,
 ) -> tuple[Ids, Lengths]:
     """What ``encode`` gives for all texts, called with a bounded number of characters at a time.
 
-    ``spell`` puts a piece that begins at an offset of its text in the form that ``encode`` takes.
+    ``spell`` puts a piece that begins at an offset of its text in the form that ``encode`` takes. With ``cut_words`` words longer than
+    LONGEST_WORD are encoded in parts: in time linear in their length, and a few tokens at the cuts are others.
     """
     if sum(map(len, texts)) <= PIECE_CHARACTERS:
         return encode([spell(text, 0) for text in texts])
     per_text = np.zeros(len(texts), np.int64)
     ids: list[Ids] = []
-    for group in in_groups(_cut_long_texts(texts, border), lambda cut: len(cut[2]), PIECE_CHARACTERS):
+    for group in in_groups(_cut_long_texts(texts, border, cut_words), lambda cut: len(cut[2]), PIECE_CHARACTERS):
         found, lengths = encode([spell(piece, begin) for _, begin, piece in group])
         np.add.at(per_text, [owner for owner, _, _ in group], lengths)
         ids.append(found)
     return np.concatenate(ids), per_text
+
+
+def shortened(text: str, shown: int = 40) -> str:
+    """A text as a message shows it: the beginning of a long one."""
+    return text if len(text) <= shown else f"{text[:shown]}..."
 
 
 def sha256_of(path: str) -> str:
