@@ -8,7 +8,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from domino_lm.config.arguments import Command, parse_command
@@ -30,10 +31,14 @@ from domino_lm.training.stop import BeforeTraining
 
 if TYPE_CHECKING:
     from domino_lm.checkpoint.owner import Claim, TakenError
+    from domino_lm.parallel.board import Board
     from domino_lm.parallel.collectives import Communicator
     from domino_lm.parallel.mesh import ParallelMesh
+    from domino_lm.parallel.progress import Progress
+    from domino_lm.parallel.rendezvous import Rendezvous
     from domino_lm.training.run_data import RunData
     from domino_lm.training.trainer import Trainer
+    from domino_lm.watch.watcher import Watcher
 
 Result = TypeVar("Result")
 
@@ -121,7 +126,8 @@ def train(run: RunConfig, ignored: Sequence[str] = (), begins: Callable[[], None
         from domino_lm.training.save_folder import own_folder
 
         try:
-            joined = ParallelMesh.create(run.parallel, kernels=run.kernels, met=lambda met: require_same_run(run, met.all_gather_text))
+            boards: list[Board] = []
+            joined = ParallelMesh.create(run.parallel, kernels=run.kernels, met=lambda rendezvous: boards.append(meet(run, rendezvous)))
         except DisagreementError as error:
             return _fail(error, EXIT_WRONG_SETTINGS)
         except MissingBackendError as error:  # nodes may differ: the first rank of each that cannot says so
@@ -138,10 +144,34 @@ def train(run: RunConfig, ignored: Sequence[str] = (), begins: Callable[[], None
         folder = None if run.training.skip_train else run.checkpoint.save
         with joined as mesh:
             try:
-                with own_folder(folder, mesh.world, _say, _stop_without_folder) as claim:
-                    return train_on(run, mesh, ignored, claim, lambda: require_own(claim, launcher), begins)
+                with own_folder(folder, mesh.world, _say, _stop_without_folder) as claim, watching(run, boards) as watcher:
+                    return train_on(run, mesh, ignored, claim, lambda: require_own(claim, launcher), begins, watcher)
             except ConfigError as error:
                 return _fail(error, EXIT_WRONG_SETTINGS)
+
+
+def meet(run: RunConfig, rendezvous: Rendezvous) -> Board:
+    """Compare what the ranks must have alike, and make the board on which each notes what it does. Raises DisagreementError on all ranks."""
+    from domino_lm.parallel.board import Board
+
+    require_same_run(run, rendezvous.all_gather_text)
+    return Board.join(rendezvous)
+
+
+@contextmanager
+def watching(run: RunConfig, boards: Sequence[Board]) -> Iterator[Watcher | None]:
+    """Watch the ranks while entered, if there are several; an exception that leaves it is told once for the job and ends all of them."""
+    from domino_lm.watch.hang_timeout import HangTimeout
+    from domino_lm.watch.watcher import Watcher
+
+    if not boards:
+        yield None
+        return
+    with Watcher(boards[0], HangTimeout.of(run.parallel)) as watcher:
+        try:
+            yield watcher
+        except Exception as error:
+            watcher.fail(error)
 
 
 def train_on(
@@ -151,13 +181,16 @@ def train_on(
     claim: Claim | None,
     may_save: Callable[[], None],
     begins: Callable[[], None],
+    watcher: Watcher | None = None,
 ) -> int:
     """As `train`, on the ranks of ``mesh``. ``may_save`` is that of `Trainer`."""
     from domino_lm.checkpoint.index import CheckpointError
     from domino_lm.training.saving import SaveError, TrainingError
 
     try:
-        trainer = build_trainer(run, mesh, ignored, claim, may_save)
+        trainer = build_trainer(run, mesh, ignored, claim, may_save, watcher.progress if watcher else None)
+        if watcher is not None:
+            watcher.named = trainer.executor.named
     except WRONG_SETTINGS as error:
         return _fail(error, EXIT_WRONG_SETTINGS)
     except CheckpointError as error:
@@ -170,6 +203,8 @@ def train_on(
     except (CheckpointError, TrainingError) as error:
         return _fail(error, EXIT_FAILED_RUN)
     except WRONG_SETTINGS as error:  # data that one rank cannot read: the others cannot know
+        if watcher is not None:
+            watcher.fail(error, f"error: rank {mesh.world.rank}: {error}")
         return _fail(error, EXIT_FAILED_RUN, alone=True)
     return 0
 
@@ -185,7 +220,12 @@ def require_own(claim: Claim | None, launcher: Launcher) -> None:
 
 
 def build_trainer(
-    run: RunConfig, mesh: ParallelMesh, ignored: Sequence[str] = (), claim: Claim | None = None, may_save: Callable[[], None] | None = None
+    run: RunConfig,
+    mesh: ParallelMesh,
+    ignored: Sequence[str] = (),
+    claim: Claim | None = None,
+    may_save: Callable[[], None] | None = None,
+    progress: Progress | None = None,
 ) -> Trainer:
     """Tokenizer, data, model and trainer, resumed if ``--load`` says so; rank 0 prints what was built."""
     from domino_lm.checkpoint.background import BackgroundSaves
@@ -211,7 +251,17 @@ def build_trainer(
     install_kernels(stack, chosen)
     identity = tokenizer.identity() if tokenizer else None
     run_id = claim.run_id if claim else ""
-    trainer = Trainer(run, mesh, stack, data, tokenizer_identity=identity, run_id=run_id, may_save=may_save, background=background)
+    trainer = Trainer(
+        run,
+        mesh,
+        stack,
+        data,
+        tokenizer_identity=identity,
+        run_id=run_id,
+        may_save=may_save,
+        background=background,
+        progress=progress,
+    )
     trainer.console("\n".join(filter(None, [summary(run, mesh, trainer, ignored), candidates, kept])))
     trainer.load()
     folder = run.checkpoint.save

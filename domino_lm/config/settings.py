@@ -179,6 +179,12 @@ class ParallelConfig:
     distributed_timeout_minutes: PositiveInt = 10
     """A collective that takes longer ends the run with an error instead of a hang."""
 
+    distributed_timeout_seconds_after_init: PositiveInt | None = None
+    """The same once the first steps are done, in seconds; None keeps --distributed-timeout-minutes."""
+
+    hang_timeout_seconds: PositiveFloat | None = None
+    """End the run when a rank has stood still for so long, in one op of a step (10 times as long in first steps, saves, evaluations), and say which one; None takes 10 times the longest of the last steps, at least 30 s. Never longer than a collective may take."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
@@ -408,6 +414,9 @@ class LoggingConfig:
 
     log_throughput: bool = False
     """Put model TFLOP/s per rank into the log line and TensorBoard."""
+
+    log_straggler: bool = False
+    """Say with each log line which rank took longest of its own, its waits for others left out, and by how much. On a GPU one step of each interval is recorded for it."""
 
     log_params_norm: bool = False
     """Log the norm of all parameters after each update."""

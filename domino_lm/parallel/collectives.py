@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -175,6 +176,11 @@ class Communicator:
         """Return when every rank of the group has called."""
         if self.size > 1:
             dist.barrier(group=self.group)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let collectives that begin from now on take so long."""
+        if self.group is not None:
+            dist.distributed_c10d._set_pg_timeout(timeout, self.group)
 
     def leave(self) -> None:
         """Let go of the process group; the communicator must not be used afterwards."""

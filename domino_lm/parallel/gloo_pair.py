@@ -1,5 +1,6 @@
 """Collectives of two CPU ranks, as one message each way on connections that carry one direction only."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ class PairCommunicator(Communicator):
             return total
 
         return Pending(shares[self.rank], self._exchange(shares[self._peer], received), add)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        for way in self._ways:
+            dist.distributed_c10d._set_pg_timeout(timeout, way)
 
     def leave(self) -> None:
         super().leave()

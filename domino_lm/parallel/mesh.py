@@ -95,6 +95,16 @@ class ParallelMesh:
         alone = Communicator.single()
         return cls(alone, alone, alone, device)
 
+    def group_of(self, rank: int, link: str) -> range:
+        """The ranks with which ``rank`` shares a ``link``: tp or dp."""
+        tp, size = self.tp.size, self.world.size
+        return range(rank // tp * tp, rank // tp * tp + tp) if link == "tp" else range(rank % tp, size, tp)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let collectives that begin from now on take so long."""
+        for communicator in (self.world, self.tp, self.dp):
+            communicator.set_timeout(timeout)
+
     def close(self) -> None:
         """Leave the process groups; the mesh must not be used afterwards.
 

@@ -17,7 +17,7 @@ from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.collectives import REPLICA_SUM
 from domino_lm.schedule.ops import MARKERS, Flow, Kind, Op, Value, dataflow, is_gather, writes_gradient
 from domino_lm.schedule.plan import Plan
-from domino_lm.schedule.recorder import AnyRecorder
+from domino_lm.schedule.recorder import Observer
 
 Call = Callable[..., Mapping[str, Any] | None]
 """Takes the values that its op reads as keywords, by their roles, and returns those that it writes; see `dataflow`."""
@@ -61,7 +61,7 @@ class StepState:
     gathers: dict[int, Pending] = field(default_factory=dict)
     """Parameters in flight, by bucket; the next step waits for them."""
 
-    recorder: AnyRecorder | None = None
+    recorder: Observer | None = None
 
     def loss_sum(self) -> Tensor:
         """Summed token losses [] of the micro-batches so far; in the STEP op those of the whole step on this rank."""

@@ -14,15 +14,17 @@ from domino_lm.model.stack import Stack
 from domino_lm.parallel.buckets import GradientBuckets
 from domino_lm.parallel.collectives import LAUNCHERS, Launcher
 from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.parallel.progress import Cell, Cells, Progress
 from domino_lm.parallel.random import DropoutKey
 from domino_lm.schedule.binding import Binder, BoundOp, StepState
-from domino_lm.schedule.ops import Op
+from domino_lm.schedule.ops import Kind, Op
 from domino_lm.schedule.passes import step_templates
 from domino_lm.schedule.plan import Plan
-from domino_lm.schedule.recorder import AnyRecorder
+from domino_lm.schedule.recorder import Observer
 from domino_lm.schedule.validate import validate
 
 NEIGHBOURS = 2
+BEFORE_OPS = -1
 
 
 class StepResult(NamedTuple):
@@ -41,7 +43,7 @@ class Executor:
     summed loss [] of the step; what it returns is the result's ``found``. The objective is the mean of micro-batch
     means, or with ``per_token_loss`` the mean over all tokens of the global batch; gradients are those of the objective
     times ``loss_scale`` [], which is read at each step's start. ``launchers`` start tensor-parallel collectives by their names in
-    the plan's table. Raises PlanError on an unsound plan.
+    the plan's table; ``progress`` takes the place of each op as it begins. Raises PlanError on an unsound plan.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Executor:
         per_token_loss: bool = False,
         loss_scale: Tensor | None = None,
         launchers: Mapping[str, Launcher] = LAUNCHERS,
+        progress: Cells | None = None,
     ) -> None:
         validate(plan)
         self.plan = plan
@@ -69,13 +72,16 @@ class Executor:
         self._state = StepState()
         self._binder = Binder(plan, stack.parts, mesh, gradients, self._state, on_step, launchers)
         self._steps: dict[int, list[list[BoundOp]]] = {}
+        self._running: list[list[BoundOp]] = []
+        self._progress = Progress().cells if progress is None else progress
 
     @torch.no_grad()
-    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: AnyRecorder | None = None) -> StepResult:
+    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: Observer | None = None) -> StepResult:
         """Forward and backward of every micro-batch, gradient reduction, optimizer.
 
         ``iteration`` seeds dropout together with the run's seed. The host waits for nothing that a device computes.
         """
+        self._progress[Cell.TEMPLATE], self._progress[Cell.OP] = 0, BEFORE_OPS
         self.stack.embedding.kernels.invalidate()
         self.gradients.zero_()
         self._iteration.fill_(iteration)
@@ -83,10 +89,11 @@ class Executor:
         state.recorder, state.row_losses, state.found = recorder, [], ()
         tokens = torch.stack([batch.loss_mask.sum() for batch in micro_batches])  # [micro-batches]
         weights = self._loss_weights(tokens) if self._loss_scale is None else self._loss_weights(tokens) * self._loss_scale
-        templates = self.bound_templates(len(micro_batches))
+        templates = self._running = self.bound_templates(len(micro_batches))
         values = self.empty_slots()
         with torch.autograd.set_multithreading_enabled(False):  # each op's graph is too small to hand to another thread
             for index, template in enumerate(templates):
+                self._progress[Cell.TEMPLATE] = index
                 batch, weight = (micro_batches[index], weights[index]) if index < len(micro_batches) else (None, None)
                 self._pass(template, values, batch, index % 2 if self.plan.interleaved else 0, weight)
         return StepResult(state.loss_sum(), tokens.sum(), (tokens == 0).sum(), state.found)
@@ -108,6 +115,16 @@ class Executor:
             self._steps[micro_batches] = [bound[template] for template in templates]
         return self._steps[micro_batches]
 
+    def named(self, rank: int, template: int, position: int) -> tuple[str, Sequence[int] | None]:
+        """Name of the op at a place of the running step, and the ranks that ``rank`` waits for in it if it is a wait."""
+        everybody = range(self.mesh.world.size)
+        if not (0 <= template < len(self._running) and 0 <= position < len(self._running[template])):
+            return "the step's start", everybody
+        op = self._running[template][position].op
+        if op.kind is Kind.STEP:  # which sums the gradient norm
+            return str(op), everybody
+        return str(op), self.mesh.group_of(rank, op.lane) if op.kind is Kind.WAIT else None
+
     def empty_slots(self) -> list[Any]:
         """Slots of all values of the templates that are bound."""
         return [None] * len(self._binder.slots)
@@ -115,9 +132,10 @@ class Executor:
     def run(self, bound: Sequence[BoundOp], values: list[Any]) -> None:
         """One pass over a template; a failing op is named with its neighbours."""
         observe = _profiler_range if self._state.recorder is None else self._state.recorder.watch
-        position = 0
+        position, progress, place = 0, self._progress, int(Cell.OP)
         try:
-            for position, (op, call, reads, several, writes, frees) in enumerate(bound):  # noqa: B007
+            for position, (op, call, reads, several, writes, frees) in enumerate(bound):
+                progress[place] = position
                 given: dict[str, Any] = {role: values[slot] for role, slot in reads}
                 for role, slots in several:
                     given[role] = [values[slot] for slot in slots]

@@ -17,7 +17,7 @@ from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.random import DropoutKey
 from domino_lm.schedule.binding import BoundOp
 from domino_lm.schedule.executor import Executor, StepResult
-from domino_lm.schedule.recorder import AnyRecorder
+from domino_lm.schedule.recorder import Observer
 
 INPUTS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
@@ -85,7 +85,7 @@ class GraphedExecutor(Executor):
         self._losses = torch.zeros((), dtype=dtype, device=self.mesh.device)
 
     @torch.no_grad()
-    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: AnyRecorder | None = None) -> StepResult:
+    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: Observer | None = None) -> StepResult:
         """As `Executor.run_step`, replayed once warm."""
         self._replaying = self._eager_left <= 0 and recorder is None
         self._state.replayed_loss = self._losses if self._replaying else None

@@ -18,7 +18,7 @@ from domino_lm.schedule.binding import BoundOp, Call, Columns
 from domino_lm.schedule.collectives import REPLICA_SUM
 from domino_lm.schedule.executor import NEIGHBOURS, Executor, StepResult
 from domino_lm.schedule.ops import Kind, Op, is_gather, writes_gradient
-from domino_lm.schedule.recorder import AnyRecorder
+from domino_lm.schedule.recorder import Observer
 
 CHUNK = 2**24
 """Elements that are looked at in one go, so that looking takes little memory."""
@@ -101,7 +101,7 @@ class InspectingExecutor(Executor):
     _pass_number = -1
 
     @torch.no_grad()
-    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: AnyRecorder | None = None) -> StepResult:
+    def run_step(self, micro_batches: Sequence[MicroBatch], iteration: int, recorder: Observer | None = None) -> StepResult:
         """As `Executor.run_step`."""
         self.finding, self._pass_number, self._count = None, -1, len(micro_batches)
         self._sent: dict[Op, Mapping[str, Statistics]] = {}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from domino_lm.parallel.collectives import Pending
-from domino_lm.schedule.ops import COMPUTE, Op
+from domino_lm.schedule.ops import COMPUTE, Kind, Op
 from domino_lm.schedule.timeline import Span
 
 
@@ -100,4 +100,25 @@ class DeviceRecorder:
         return event
 
 
+class WaitClock:
+    """Takes the place of a recorder, and measures only how long the host stands in waits."""
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+
+    def watch(self, op: Op) -> AbstractContextManager[None]:
+        """Time one op if it is a wait."""
+        return self._timed() if op.kind is Kind.WAIT else nullcontext()
+
+    def follow(self, op: Op, pending: Pending) -> None:
+        """A collective has started."""
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.waited_s += time.perf_counter() - start_s
+
+
 AnyRecorder = Recorder | DeviceRecorder
+Observer = AnyRecorder | WaitClock

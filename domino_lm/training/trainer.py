@@ -9,6 +9,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from domino_lm.model.batch import MicroBatch
 from domino_lm.model.parameter import dtype_of
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
+from domino_lm.parallel.progress import Cell, Progress, Stage
 from domino_lm.schedule.executor import StepResult
 from domino_lm.schedule.graphs import build_executor
 from domino_lm.schedule.prepare import prepare_plan
-from domino_lm.schedule.recorder import AnyRecorder, Recorder
+from domino_lm.schedule.recorder import AnyRecorder, Recorder, WaitClock
 from domino_lm.schedule.render import MissingMatplotlibError, draw
 from domino_lm.schedule.timeline import Timeline
 from domino_lm.training.apex_adam import find_adamw
@@ -45,6 +47,8 @@ from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batche
 from domino_lm.training.saving import SaveError, Saves, TrainingError
 from domino_lm.training.step_checks import StepChecks
 from domino_lm.training.stop import STOP_NAMES, Asked, RunSignals, Standing
+from domino_lm.training.straggler import Straggler
+from domino_lm.watch.hang_timeout import FIRST_STEPS
 from domino_lm.watch.metrics import StepReport, validation_line
 from domino_lm.watch.watch import Watch
 
@@ -88,7 +92,7 @@ class Trainer:
     """Runs the steps of one run. Built once; every rank of the mesh holds one and calls the same methods.
 
     ``console`` prints a line (rank 0 alone does). ``run_id`` names the run in its checkpoints. ``may_save`` is called on rank 0 before anything in ``--save`` changes, and raises
-    TakenError if the folder is no longer this run's.
+    TakenError if the folder is no longer this run's. ``progress`` takes what this rank does.
     """
 
     def __init__(
@@ -103,10 +107,13 @@ class Trainer:
         run_id: str = "",
         may_save: Callable[[], None] | None = None,
         background: BackgroundSaves | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.run, self.mesh, self.stack, self.data = run, mesh, stack, data
         self.console = console if mesh.world.rank == 0 else lambda line: None
         self.tokenizer_identity = tokenizer_identity
+        self.progress = progress or Progress()
+        self._straggler = Straggler(mesh.world) if run.logging.log_straggler else None
         self.batch_plan = BatchPlan.of(run, mesh.world.size)
         self.batch_size = self.batch_plan.full
         self.loss_scale = LossScale.of(run.precision, mesh.device)
@@ -135,6 +142,7 @@ class Trainer:
             seed=run.training.seed,
             per_token_loss=run.training.calculate_per_token_loss,
             loss_scale=None if self.loss_scale is None else self.loss_scale.value,
+            progress=self.progress.cells,
         )
         self.lr_schedule = LearningRateSchedule.of(run.optimizer, self.batch_plan)
         self.iteration = 0
@@ -176,6 +184,7 @@ class Trainer:
                     watch.step(report, epochs.epochs)
                     self.saves.poll(self.iteration)
                     if self.iteration % self.run.logging.log_interval == 0:
+                        self._say_straggler()
                         self._warn(self.saves.failure)
                     if begun is not None:
                         self.console(f"data repeats from iteration {self.iteration} on: {begun}")
@@ -214,13 +223,19 @@ class Trainer:
     def step(self, batches: MicroBatches, asked: Asked | None = None, recorder: AnyRecorder | None = None) -> tuple[StepReport, Asked]:
         """One optimizer step over a global batch; gives too what any rank has ``asked``. ``recorder`` collects its timeline."""
         begin, waited = time.perf_counter(), batches.blocked_s
+        self.progress.enter(Stage.DATA, self.iteration + 1)
         size = self.batch_plan.at(self.consumed_samples)
         micro_batches = self._take(batches, size)
         waited = batches.blocked_s - waited
         self._learning_rates[0].fill_(self.lr_schedule.value())
         if self.lr_schedule.decoupled is not None:
             self._learning_rates[1].fill_(self.lr_schedule.decoupled_value())
-        made = self.executor.run_step(micro_batches, self.iteration, recorder)
+        self.progress.enter(Stage.STEP)
+        measured = recorder or (WaitClock() if self._straggler is not None and self.mesh.device.type == "cpu" else None)
+        made = self.executor.run_step(micro_batches, self.iteration, measured)
+        if self._straggler is not None:
+            self._straggler.step(time.perf_counter() - begin, measured)
+        self.progress.enter(Stage.EDGE)
         loss_sum, tokens, masked, agreed, loss_scale, grad_norm, skipped, *logged = self._read_edge(made, asked or Asked())
         self.iteration += 1
         self.consumed_samples += size
@@ -242,6 +257,9 @@ class Trainer:
             masked_micro_batches=int(masked),
             **self._named(logged),
         )
+        self.progress.step_done(report.seconds)
+        self.progress.enter(Stage.OUTPUT)
+        self._limit_collectives()
         fault = self._checks.fault(report, self.saves.saved_at)
         if self._nan_dump is not None and self._checks.skipped.in_a_row:
             past = PastStep(self.iteration - 1, micro_batches, self._checks.skipped.scale_used)
@@ -250,6 +268,12 @@ class Trainer:
         if fault is not None:
             raise TrainingError(fault)
         return report, agreed
+
+    def _limit_collectives(self) -> None:
+        """Give collectives the time that --distributed-timeout-seconds-after-init allows, once the first steps are done."""
+        seconds = self.run.parallel.distributed_timeout_seconds_after_init
+        if seconds is not None and self.progress.cells[Cell.STEPS_DONE] == FIRST_STEPS:
+            self.mesh.set_timeout(timedelta(seconds=seconds))
 
     def _take(self, batches: MicroBatches, size: int) -> list[MicroBatch]:
         """This rank's micro-batches of a global batch of ``size``."""
@@ -271,7 +295,9 @@ class Trainer:
         """
         self.executor.complete_gathers()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # sum of losses, tokens
+        self.progress.enter(Stage.EVALUATE, self.iteration)
         for micro_batch in evaluation_batches(dataset, self.run, self.mesh):
+            self.progress.move()
             losses = self.stack.forward(micro_batch)  # [s, b]
             total += torch.stack([(losses * micro_batch.loss_mask).sum(), micro_batch.loss_mask.sum()])
         loss_sum, tokens = self.mesh.dp.all_reduce(total).tolist()
@@ -283,6 +309,7 @@ class Trainer:
         """Write a checkpoint if ``--save`` is given, unless this iteration has one from this run; see `Saves.save`."""
         if self.run.checkpoint.save is None or self.saves.has(self.iteration):
             return
+        self.progress.enter(Stage.SAVE, self.iteration)
         self._data_record = self.data.position(self.consumed_samples, self.run.data, self._data_record)
         state = {
             "consumed_samples": self.consumed_samples,
@@ -445,11 +472,20 @@ class Trainer:
         """Whether the step that was just made is the one that ``--timeline`` asks for."""
         return self.run.logging.timeline is not None and self.iteration - begin == self.run.logging.timeline_iteration
 
+    def _say_straggler(self) -> None:
+        """Name the slowest rank of the interval that has ended, if that is asked for."""
+        line = "" if self._straggler is None else self._straggler.line()
+        if line:
+            self.console(line)
+
     def _recorder(self, begin: int, watch: Watch) -> AnyRecorder | None:
         """One for the step that ``--timeline`` asks for, and on rank 0 for steps whose waits are logged.
 
-        The first is on every rank: a recorded step is not replayed from graphs, and NCCL needs all ranks to do alike.
+        The first is on every rank: a recorded step is not replayed from graphs, and NCCL needs all ranks to do alike. On GPUs
+        ``--log-straggler`` has one step of each interval recorded on every rank.
         """
+        if self._straggler is not None and self.mesh.device.type == "cuda" and (self.iteration + 1) % self.run.logging.log_interval == 0:
+            return Recorder.on(self.mesh.device)
         wanted = self.run.logging.timeline is not None and self.iteration + 1 - begin == self.run.logging.timeline_iteration
         return Recorder.on(self.mesh.device) if wanted or watch.wants_exposed(self.iteration + 1) else None
 
