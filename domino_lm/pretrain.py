@@ -119,9 +119,7 @@ def train(run: RunConfig, ignored: Sequence[str] = (), begins: Callable[[], None
     ``ignored`` flags are listed; ``begins`` is called before the first step.
     """
     with Launcher(_leave_without_launcher) as launcher:
-        import torch  # from here on, since it takes seconds
-
-        from domino_lm.parallel.agreement import DisagreementError
+        from domino_lm.parallel.agreement import DisagreementError  # from here on torch is there, which takes seconds to load
         from domino_lm.parallel.mesh import MissingBackendError, ParallelMesh
         from domino_lm.training.save_folder import own_folder
 
@@ -134,10 +132,10 @@ def train(run: RunConfig, ignored: Sequence[str] = (), begins: Callable[[], None
             return _fail(error, EXIT_WRONG_SETTINGS, alone=int(os.environ.get("LOCAL_RANK", "0")) == error.first_local_rank)
         except ConfigError as error:  # an environment variable, which may differ between nodes
             return _fail(error, EXIT_WRONG_SETTINGS, alone=os.environ.get("LOCAL_RANK", "0") == "0")
-        except (torch.distributed.DistError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:  # gloo's own are RuntimeError, with frames of C++ below the first line
             world, minutes = os.environ.get("WORLD_SIZE", "1"), run.parallel.distributed_timeout_minutes
             reason = ConfigError(
-                f"not all of the {world} ranks that WORLD_SIZE names have joined (--distributed-timeout-minutes {minutes}): {error} "
+                f"not all of the {world} ranks that WORLD_SIZE names have joined (--distributed-timeout-minutes {minutes}): {str(error).partition(chr(10))[0]} "
                 f"Start {world} processes, best with torchrun, each with its own RANK and the same MASTER_ADDR and MASTER_PORT."
             )
             return _fail(reason, EXIT_FAILED_RUN, alone=True)

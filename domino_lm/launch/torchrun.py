@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,10 +23,19 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from domino_lm.config.foreign_text import int_of_flag
-from domino_lm.launch.exit_code import EXIT_FAILED_RUN, EXIT_NOT_SAVED, FOLDER, code_of_ranks
+from domino_lm.launch.exit_code import EXIT_FAILED_RUN, EXIT_NOT_SAVED, EXIT_WRONG_SETTINGS, FOLDER, code_of_ranks
+from domino_lm.launch.meeting import MeetingError, OtherProgramError, meet
 from domino_lm.launch.signal_watch import SignalWatch
+from domino_lm.parallel.interface import InterfaceError, addresses_by_interface, addresses_of_host, interface_towards
+from domino_lm.parallel.store_file import STORE_FILE
 
 PREFLIGHT = ("-m", "domino_lm.tools.preflight")
+CUT_S = 300
+"""How long the link between nodes that restart may be cut, or a node be late, before torchrun counts it as dead (by default 60 and 15 s)."""
+
+PATIENCE = f"read_timeout={CUT_S},keep_alive_interval=5,keep_alive_max_attempt={CUT_S // 5}"
+JOIN_S = 300.0
+LOOPBACK = "lo"
 SHUTDOWN_TIMEOUT_S = 600
 """What torchrun waits before SIGKILL if a signal reaches it all the same, as Slurm's do; where PyTorch knows the variable."""
 
@@ -50,8 +60,8 @@ class Node:
     max_restarts: int = 0
     """How often all ranks are started again after one has failed."""
 
-    def torchrun(self, port: int, restarts: int) -> list[str]:
-        """The command that starts ranks on this node, up to the program; nodes meet at ``port`` of node 0."""
+    def torchrun(self, port: int, restarts: int, store: Path) -> list[str]:
+        """The command that starts ranks on this node, up to the program; nodes meet at ``port`` of node 0, a single one in the file ``store``."""
         words = [
             sys.executable,
             "-m",
@@ -62,20 +72,35 @@ class Node:
             str(restarts),
         ]
         if self.nnodes == 1:
-            return [*words, "--standalone"]
+            # Not --standalone, which listens on all interfaces.
+            words += ["--rdzv-backend", "c10d", "--rdzv-id", "alone", "--rdzv-endpoint", str(store), "--rdzv-conf", "store_type=file"]
+            return [*words, "--local-addr", "127.0.0.1"]
         words += ["--nnodes", str(self.nnodes)]
         if not self.max_restarts:
             return [*words, "--node-rank", str(self.node_rank), "--master-addr", self.master_addr, "--master-port", str(port)]
         # Nodes that start again together must meet again, which a fixed list of ranks cannot.
-        settings = f"is_host={str(self.node_rank == 0).lower()}"
+        settings = f"is_host={str(self.node_rank == 0).lower()},{PATIENCE}"
         meeting = ["--rdzv-backend", "c10d", "--rdzv-id", f"port-{port}", "--rdzv-endpoint", f"{self.master_addr}:{port}"]
-        return [*words, *meeting, "--rdzv-conf", settings]
+        return [*words, *meeting, "--rdzv-conf", settings, *self._own_address()]
+
+    def meeting_in(self, store: Path, environment: Mapping[str, str]) -> Mapping[str, str]:
+        """``environment`` in which the ranks of a single node meet in a file beside ``store``, and none of them listens for the others."""
+        return {**environment, STORE_FILE: f"{store}-ranks"} if self.nnodes == 1 else environment
+
+    def _own_address(self) -> list[str]:
+        """Where the other nodes' ranks find those of this node, if its host name does not lead there."""
+        interface = interface_towards(self.master_addr, addresses_of_host())
+        return [] if interface is None else ["--local-addr", addresses_by_interface()[interface]]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """What torchrun and its ranks get of the environment; what is ``given`` stays."""
         defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S), "OMP_NUM_THREADS": "1"}
-        if self.max_restarts:  # or restarted ranks would find the addresses of those that died
+        if (
+            self.max_restarts or self.nnodes == 1
+        ):  # or restarted ranks would find the addresses of those that died; nor does torchrun listen then
             defaults["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if self.nnodes == 1 and LOOPBACK in [name for _, name in socket.if_nameindex()]:
+            defaults |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
         return {**defaults, **given}
 
 
@@ -165,32 +190,54 @@ def _prepare(libc: ctypes.CDLL | None) -> None:
     """In the child: SIGUSR1 must not kill torchrun, nor ranks that do not listen yet; and it ends with this process."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if libc is not None:
-        libc.prctl(_DEATH_SIGNAL, signal.SIGTERM)
+        libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)  # at which the ranks end too, and save nothing: a new job may begin beside them
 
 
 def train(node: Node, program: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run ``program``, which is ``-m domino_lm.pretrain`` and flags, on this node; returns 0 only if each rank ended so."""
     with tempfile.TemporaryDirectory(prefix="domino-lm-") as folder:
-        words = [*node.torchrun(node.master_port, node.max_restarts), *program]
-        code, left = run(words, environment, Path(folder))
-        ended = code_of_ranks(Path(folder), node.nproc_per_node)
+        store, codes = Path(folder) / "store", Path(folder) / "codes"
+        codes.mkdir()
+        words = [*node.torchrun(node.master_port, node.max_restarts, store), *program]
+        code, left = run(words, node.meeting_in(store, environment), codes)
+        ended = code_of_ranks(codes, node.nproc_per_node)
     if left:
-        print(f"{left}: left before the ranks had started.", file=sys.stderr, flush=True)
+        _say(f"{left}: left before the ranks had started.")
         return EXIT_NOT_SAVED
     if ended is None:
-        print(
-            f"error: node {node.node_rank}: torchrun ended with code {code}, and not every rank ended its run.", file=sys.stderr, flush=True
-        )
+        _say(f"error: node {node.node_rank}: torchrun ended with code {code}, and not every rank of this node ended its run.")
         return code or EXIT_FAILED_RUN
     return ended
 
 
+def gather(node: Node, seconds: float) -> None:
+    """Return once all nodes are there; raises MeetingError as `meet`. With restarts it says what they do not cover."""
+    name = f"node {node.node_rank}"
+    try:
+        meet(node.node_rank, node.nnodes, node.master_addr, node.master_port, seconds, lambda line: _say(f"{name}: {line}"))
+    except OtherProgramError as error:
+        if not node.max_restarts:
+            raise
+        _say(f"{name}: {error} If it is torchrun, the job runs already, and this node joins it.")
+    if node.max_restarts and node.node_rank == 0:
+        _say(
+            f"{name}: a rank or another node that dies has all ranks start again, {node.max_restarts} time(s); the death of this node, or a link "
+            f"that is cut for over {CUT_S} s, ends the job, which then has to be started again on all nodes."
+        )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def check_nodes(node: Node, own: argparse.Namespace, flags: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the preflight of all nodes; returns its exit code."""
-    # A port of its own, which no node can still hold when the next one asks for it.
-    words = [*node.torchrun(node.master_port + 1, 0), *PREFLIGHT, "--min-free-gib", str(own.min_free_gib)]
-    words += ["--tensor-model-parallel-size", tensor_parallel_of(flags), "--shared", *own.preflight]
-    code, left = run(words, environment)
+    with tempfile.TemporaryDirectory(prefix="domino-lm-") as folder:
+        store = Path(folder) / "store"
+        # A port of its own, which no node can still hold when the next one asks for it.
+        words = [*node.torchrun(node.master_port + 1, 0, store), *PREFLIGHT, "--min-free-gib", str(own.min_free_gib)]
+        words += ["--tensor-model-parallel-size", tensor_parallel_of(flags), "--shared", *own.preflight, "--", *flags[2:]]
+        code, left = run(words, node.meeting_in(store, environment))
     return EXIT_NOT_SAVED if left else code
 
 
@@ -212,6 +259,7 @@ def flag_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-restarts", type=int_of_flag, default=0, help="how often all ranks are started again after one has failed (default 0)"
     )
+    parser.add_argument("--join-seconds", type=float, default=JOIN_S, help=f"how long nodes wait for each other (default {JOIN_S:g})")
     parser.add_argument("--preflight", nargs="*", default=[], metavar="FOLDER", help="check the nodes first, which share these folders")
     parser.add_argument("--min-free-gib", type=float, default=10.0, help="free disk that each of these folders needs (default 10)")
     return parser
@@ -221,9 +269,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check the nodes if asked to, train, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are ranks
     own, program = flag_parser().parse_args(words[:end]), words[end + 1 :]
     node = Node(**{item.name: getattr(own, item.name) for item in fields(Node)})
     environment = node.environment(os.environ)
+    try:
+        if node.nnodes > 1:
+            gather(node, own.join_seconds)
+    except (MeetingError, InterfaceError) as error:
+        _say(f"error: node {node.node_rank}: {error}")
+        return EXIT_WRONG_SETTINGS
+    except KeyboardInterrupt:
+        _say(f"SIGINT: node {node.node_rank} left before the ranks had started.")
+        return EXIT_NOT_SAVED
     return (own.preflight and check_nodes(node, own, program, environment)) or train(node, program, environment)
 
 

@@ -14,6 +14,7 @@ from domino_lm.config.settings import ConfigError, ParallelConfig
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.determinism import set_variables, use_deterministic_kernels
 from domino_lm.parallel.gloo_pair import PairCommunicator
+from domino_lm.parallel.interface import InterfaceError, choose_interface
 from domino_lm.parallel.nccl_variables import set_nccl_variables
 from domino_lm.parallel.rendezvous import Rendezvous
 
@@ -48,7 +49,8 @@ class ParallelMesh:
         ``kernels`` says how NCCL's kernels share the GPU, and whether results are to be reproducible. ``met`` is called, if there are
         several ranks, when they have met and have no process groups yet: ranks with other settings would wait for different ones.
         Raises ConfigError if t does not divide the number of ranks, or if the environment asks for what is not reproducible,
-        MissingBackendError if the backend cannot carry data between this machine's devices.
+        MissingBackendError if the backend cannot carry data between this machine's devices, or other nodes
+        could not reach this one.
         """
         kernels = kernels or KernelConfig()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -69,6 +71,10 @@ class ParallelMesh:
             _take(device)
         if backend == "nccl":
             set_nccl_variables(os.environ, kernels, torch.__version__)
+        try:
+            choose_interface(os.environ)
+        except InterfaceError as error:
+            raise MissingBackendError(str(error)) from error
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         rendezvous = Rendezvous.join(timeout)
         met(rendezvous)

@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from domino_lm.parallel.store_file import STORE_FILE
+
 POLL_S = 0.01
 
 
@@ -21,16 +23,22 @@ class Rendezvous:
 
     @classmethod
     def join(cls, timeout: timedelta) -> Self:
-        """Meet the other ranks at ``MASTER_ADDR`` and ``MASTER_PORT``.
+        """Meet the other ranks at ``MASTER_ADDR`` and ``MASTER_PORT``, or in the file of `STORE_FILE`, where nothing listens.
 
         After torchrun has restarted the ranks of a single node they meet apart from the addresses of those that died: it keeps
         one store over all restarts, in which gloo would find them. With several nodes the count of restarts differs between
         nodes, so the store is used as it is. Raises ValueError if the environment does not say where to meet, DistError if
         nobody is there in time.
         """
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        path = os.environ.get(STORE_FILE)
+        if path is not None:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store: Any = dist.FileStore(f"{path}-{restarts}", size)  # type: ignore[attr-defined]
+            store.set_timeout(timeout)
+            return cls(store, rank, size, timeout)
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
         store.set_timeout(timeout)
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
             store = dist.PrefixStore(f"restart {restarts}", store)  # type: ignore[attr-defined]
         return cls(store, rank, size, timeout)

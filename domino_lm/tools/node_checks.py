@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from domino_lm.launch.rank_facts import source_facts, sources_hash
 from domino_lm.launch.shared_folder import PATIENCE_S, unshared
+from domino_lm.launch.traffic import Traffic
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.parallel.mesh import ParallelMesh
 
-GIB = 2**30
+GIB, GB = 2**30, 1e9
 PINGS, SMALL_ROUNDS, LARGE_ROUNDS = 8, 20, 5
 LARGE_BYTES = {"cuda": 256 * 2**20, "cpu": 4 * 2**20}
 SLOW_SHARE = 0.5
@@ -35,6 +36,9 @@ class Limits:
     max_clock_offset_s: float = 1.0
     min_gbytes_per_s: float = 0.0
     """Bus bandwidth below which a tensor-parallel group is a fault."""
+
+    traffic: Traffic | None = None
+    """What a step of the run sends."""
 
     patience_s: float = PATIENCE_S
     """How long a network file system may take to show another node's file."""
@@ -186,7 +190,8 @@ def _reach(report: Report, mesh: ParallelMesh) -> None:
 
 
 def _bandwidth(report: Report, mesh: ParallelMesh, limits: Limits) -> None:
-    """Latency of a small and bus bandwidth of a large all-reduce of every group, its slowest rank's."""
+    """Latency of a small and bus bandwidth of a large all-reduce of every group, its slowest rank's, and what they mean for a step."""
+    slowest_rates = {}
     for name, group in (("TP", mesh.tp), ("DP", mesh.dp), ("world", mesh.world)):
         measured = measure(group, mesh.device)
         found = mesh.world.all_gather_object((measured, socket.gethostname()))
@@ -195,8 +200,10 @@ def _bandwidth(report: Report, mesh: ParallelMesh, limits: Limits) -> None:
             continue
         rates = [rate for (_, rate), _ in found]
         slowest = min(range(len(rates)), key=rates.__getitem__)
+        slowest_rates[name] = rates[slowest] * group.size / (2 * (group.size - 1))  # bytes of a buffer per second
         middle, latency_s = statistics.median(rates), max(latency for (latency, _), _ in found)
         text = f"{latency_s * 1e6:.0f} us, {rates[slowest] / 1e9:.2f} to {max(rates) / 1e9:.2f} GB/s of bus bandwidth"
+        text += f", {GB / slowest_rates[name]:.3g} s for a GB"
         uneven = rates[slowest] < SLOW_SHARE * middle
         if uneven:
             text += f"; slowest around rank {slowest} on {found[slowest][1]}"
@@ -206,6 +213,18 @@ def _bandwidth(report: Report, mesh: ParallelMesh, limits: Limits) -> None:
         )
         too_slow = name == "TP" and rates[slowest] < limits.min_gbytes_per_s * 1e9
         report.add(f"{name} all-reduce", text, fault if too_slow else None, uneven)
+    if limits.traffic is not None:
+        report.add("step", step_text(limits.traffic, slowest_rates))
+
+
+def step_text(traffic: Traffic, rates: dict[str, float]) -> str:
+    """How long a step's messages take at the slowest group's ``rates``, bytes of a buffer per second by kind of group."""
+    parts = [("tensor-parallel", "TP", traffic.tensor_bytes), ("gradients", "DP", traffic.gradient_bytes)]
+    sent = [(what, size, size / rates[name]) for what, name, size in parts if size and name in rates]
+    if not sent:
+        return "sends nothing"
+    each = ", ".join(f"{what} {size / GB:.3g} GB in {seconds:.3g} s" for what, size, seconds in sent)
+    return f"takes at least {max(seconds for *_, seconds in sent):.3g} s at these rates, however well they are hidden: {each}"
 
 
 def measure(group: Communicator, device: torch.device) -> tuple[float, float]:

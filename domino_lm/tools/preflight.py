@@ -3,7 +3,7 @@
     torchrun --nnodes 4 --nproc-per-node 8 ... -m domino_lm.tools.preflight --tensor-model-parallel-size 8 --shared /data/run
 
 Looks at the layout of ranks, versions (Python, PyTorch, this package, CUDA, NCCL), clocks, whether all ranks reach each
-other, latency and bandwidth of every group, whether folders are shared, and free disk. Prints one table. Exit code 0: fit;
+other, latency and bandwidth of every group, what these mean for a step of the run whose flags follow ``--``, whether folders are shared, and free disk. Prints one table. Exit code 0: fit;
 1: not, and the last line says why; 2: wrong flags. No stage takes longer than --timeout-seconds.
 """
 
@@ -20,9 +20,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from domino_lm.config.arguments import parse_arguments
 from domino_lm.config.foreign_text import int_of_flag
 from domino_lm.config.settings import ConfigError, ParallelConfig
+from domino_lm.launch.traffic import Traffic, traffic_of
+from domino_lm.parallel.interface import VARIABLE, InterfaceError, choose_interface
 from domino_lm.parallel.mesh import ParallelMesh, check_layout, default_device
+from domino_lm.parallel.rendezvous import Rendezvous
 from domino_lm.tools.node_checks import Limits, Report, check
 
 EXIT_UNFIT, EXIT_WRONG_SETTINGS = 1, 2
@@ -58,7 +62,12 @@ def late(stage: str, rank: int, seconds: float) -> str:
     """The line that says that others did not answer."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     what = f"not all {ranks} ranks joined" if stage == "start" else f"the check of {stage} did not end"
-    return f"preflight: rank {rank} on {socket.gethostname()}: {what} within {seconds:g} s; look at the ranks that printed nothing, and at firewalls."
+    interface = os.environ.get(VARIABLE)
+    by = f"over {interface} ({VARIABLE})" if interface else f"by the addresses of their host names (or {VARIABLE}, NCCL_SOCKET_IFNAME)"
+    return (
+        f"preflight: rank {rank} on {socket.gethostname()}: {what} within {seconds:g} s; look at the ranks that printed nothing, "
+        f"at whether nodes reach each other {by}, and at firewalls."
+    )
 
 
 @contextmanager
@@ -70,10 +79,13 @@ def joined(tensor_parallel: int, backend: str | None, seconds: float) -> Iterato
     if size == 1:
         yield ParallelMesh.single(device)
         return
+    choose_interface(os.environ)
     timeout = timedelta(seconds=seconds)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    met = Rendezvous.join(timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout, store=met.part("default_pg"), rank=met.rank, world_size=met.size)
     with ParallelMesh.from_world(tensor_parallel, device, timeout) as mesh:
         yield mesh
 
@@ -89,6 +101,7 @@ def flag_parser() -> argparse.ArgumentParser:
         "--min-gbytes-per-second", type=float, default=0.0, help="bus bandwidth that tensor-parallel groups need (default 0)"
     )
     parser.add_argument("--distributed-backend", choices=["gloo", "nccl"], default=None, help="gloo looks at CPUs alone")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="the run's own flags: what the links mean for its step is said")
     parser.add_argument("--timeout-seconds", type=float, default=60.0, help="of each stage (default 60)")
     return parser
 
@@ -101,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         min_free_gib=own.min_free_gib,
         max_clock_offset_s=own.max_clock_offset_seconds,
         min_gbytes_per_s=own.min_gbytes_per_second,
+        traffic=_traffic(own.flags),
     )
     watchdog = Watchdog(own.timeout_seconds + limits.patience_s, rank)
     watchdog.begin("start")
@@ -108,6 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with joined(own.tensor_model_parallel_size, own.distributed_backend, own.timeout_seconds) as mesh:
             report = check(mesh, limits, stage=watchdog.begin)
             watchdog.begin("leaving")
+    except InterfaceError as error:  # of this node alone
+        return _fail(f"preflight: {error}", EXIT_UNFIT, os.environ.get("LOCAL_RANK", "0") == "0")
     except ConfigError as error:
         return _fail(f"preflight: {error}", EXIT_WRONG_SETTINGS, rank == 0)
     except (RuntimeError, ValueError, OSError) as error:
@@ -116,6 +132,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         watchdog.end()
     return _conclude(report, rank)
+
+
+def _traffic(flags: Sequence[str]) -> Traffic | None:
+    """What a step of the run with these flags sends; None without any, or if they are wrong, which the run itself will say."""
+    if not flags:
+        return None
+    try:
+        return traffic_of(parse_arguments(flags), int(os.environ.get("WORLD_SIZE", "1")))
+    except ConfigError:
+        return None
 
 
 def _conclude(report: Report, rank: int) -> int:

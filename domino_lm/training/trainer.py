@@ -50,6 +50,7 @@ from domino_lm.training.stop import STOP_NAMES, Asked, RunSignals, Standing
 from domino_lm.training.straggler import Straggler
 from domino_lm.watch.hang_timeout import FIRST_STEPS
 from domino_lm.watch.metrics import StepReport, validation_line
+from domino_lm.watch.slow_step import Standstill
 from domino_lm.watch.watch import Watch
 
 
@@ -165,10 +166,12 @@ class Trainer:
             self.run, self.console, self.mesh.world, self.mesh.device, self.batch_plan.iterations, self.iteration, self.consumed_samples
         )
         self.console, console = watch.print, self.console
+        several = self.mesh.world.rank == 0 and self.mesh.world.size > 1
+        standstill = Standstill(self.console if several else None, 60.0 * self.run.parallel.distributed_timeout_minutes)
         garbage = GarbageCollection(self.run.training.manual_gc, self.run.training.manual_gc_interval)
         reason = "finished"
         try:
-            with RunSignals(lambda: self._standing(begin), speaks=self.mesh.world.rank == 0) as signals, garbage:
+            with RunSignals(lambda: self._standing(begin), speaks=self.mesh.world.rank == 0) as signals, standstill, garbage:
                 batches = None if self._at_end() or self.run.training.skip_train else self.training_batches()
                 epochs = EpochCount(self.data.train, self.consumed_samples)
                 while batches is not None and not self._at_end():
@@ -177,7 +180,8 @@ class Trainer:
                         continue
                     asked = signals.take(self._out_of_time(began_s))
                     recorder = self._recorder(begin, watch)
-                    report, agreed = self.step(batches, asked, recorder)
+                    with standstill.step(self.iteration + 1):
+                        report, agreed = self.step(batches, asked, recorder)
                     if recorder is not None and self._is_timeline_step(begin):
                         self._write_timeline(recorder, watch)
                     begun = epochs.advance(self.consumed_samples)

@@ -6,6 +6,8 @@ from datetime import datetime
 
 TERA = 1e12
 GIB = 2**30
+UNLIKE = 3
+"""A step this many times as long as the one whose waits are measured is named beside their share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,14 @@ class LogInterval:
         ]
         return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
 
+    def _unlike_recorded(self) -> str:
+        """Which step the exposed share is of, if another one of the interval took far longer; empty if none did."""
+        recorded = [report for report in self._reports if report.exposed_s is not None]
+        longest = max(self._reports, key=lambda report: report.seconds)
+        if longest.seconds <= UNLIKE * max(report.seconds for report in recorded):
+            return ""
+        return f" (of iteration {recorded[-1].iteration}; {longest.iteration} took {longest.seconds:.1f} s, and was not looked into)"
+
     def speed_line(self, memory_bytes: float) -> str:
         """Tokens per second, what the steps waited for, memory and MFU."""
         assert self._scale is not None, "a line about speed needs the run's scale"
@@ -151,7 +161,7 @@ class LogInterval:
         return " | ".join(
             [
                 f"   tokens/s: {self._scale.tokens_per_s(sequences, seconds):,.0f}",
-                "exposed communication: " + (f"{share:.1%} of a step" if recorded else "n/a"),
+                "exposed communication: " + (f"{share:.1%} of a step{self._unlike_recorded()}" if recorded else "n/a"),
                 f"waiting for data: {sum(report.data_seconds for report in self._reports) * 1000 / len(self._reports):.1f} ms per step",
                 f"memory: {memory_bytes / GIB:.2f} GiB",
                 "MFU: " + ("n/a" if mfu is None else f"{mfu:.1%}"),

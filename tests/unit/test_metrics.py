@@ -180,6 +180,13 @@ def test_the_speed_line_says_tokens_waits_memory_and_mfu() -> None:
     )
 
 
+def test_an_exposed_share_says_its_step_beside_one_that_took_far_longer() -> None:
+    interval = LogInterval(SCALE)
+    interval.add(replace(REPORT, iteration=9, seconds=93.1))
+    interval.add(replace(REPORT, iteration=10, seconds=0.1, exposed_s=0.025))
+    assert "exposed communication: 25.0% of a step (of iteration 10; 9 took 93.1 s, and was not looked into) |" in interval.speed_line(0)
+
+
 def test_without_a_known_peak_or_a_recorded_step_the_speed_line_says_so() -> None:
     interval = LogInterval(replace(SCALE, peak_flops=None))
     interval.add(REPORT)

@@ -25,6 +25,7 @@ LAUNCHERS = {
     "--export",
     "--help",
     "--signal",
+    "--rdzv-conf",
     "--shutdown-timeout",
 }
 

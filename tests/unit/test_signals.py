@@ -166,7 +166,7 @@ LAUNCHER = """
 import subprocess
 from domino_lm.launch.torchrun import Node, train
 class FakeNode(Node):
-    def torchrun(self, port, restarts):
+    def torchrun(self, port, restarts, store):
         return [sys.executable, "-c", os.environ["TORCHRUN"]]
 print("ready", flush=True)
 sys.exit(train(FakeNode(nproc_per_node=2), [], {**os.environ, "TORCHELASTIC_RUN_ID": "one"}))
@@ -224,4 +224,4 @@ UNFINISHED = "os._exit(0)"
 def test_the_launcher_fails_if_torchrun_ends_well_and_a_rank_did_not_end_its_run(launched: Callable[[str], subprocess.Popen[str]]) -> None:
     code, _, err = ended(launched(UNFINISHED))
     assert code == 1
-    assert err == "error: node 0: torchrun ended with code 0, and not every rank ended its run.\n"
+    assert err == "error: node 0: torchrun ended with code 0, and not every rank of this node ended its run.\n"
