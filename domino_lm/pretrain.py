@@ -165,7 +165,7 @@ def watching(run: RunConfig, boards: Sequence[Board]) -> Iterator[Watcher | None
     if not boards:
         yield None
         return
-    with Watcher(boards[0], HangTimeout.of(run.parallel)) as watcher:
+    with Watcher(boards[0], HangTimeout.of(run.parallel, boards[0].apart)) as watcher:
         try:
             yield watcher
         except Exception as error:

@@ -183,7 +183,7 @@ class ParallelConfig:
     """The same once the first steps are done, in seconds; None keeps --distributed-timeout-minutes."""
 
     hang_timeout_seconds: PositiveFloat | None = None
-    """End the run when a rank has stood still for so long, in one op of a step (10 times as long in first steps, saves, evaluations), and say which one; None takes 10 times the longest of the last steps, at least 30 s. Never longer than a collective may take."""
+    """End the run when a rank has stood still for so long, in one op of a step (10 times as long in first steps, saves, evaluations), and say which one; None takes 10 times the longest of the last steps, at least 30 s, and 180 s where there are several nodes. Never longer than a collective may take."""
 
 
 @dataclass(frozen=True, kw_only=True)

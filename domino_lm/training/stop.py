@@ -14,6 +14,9 @@ from domino_lm.launch.signal_watch import SignalWatch
 
 STOPS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 STOP_NAMES = tuple(number.name for number in STOPS)
+AT_ONCE_S = 0.1
+"""Signals that come so close to each other waited for the process together."""
+
 ECHO_S = 0.5
 """Under a launcher one Ctrl-C may arrive twice, from the terminal or Slurm and from the launcher, within this time."""
 
@@ -113,12 +116,17 @@ class RunSignals:
             write_line(self._answer(signal.Signals(number).name))
 
     def _is_second(self, number: int) -> bool:
-        """Whether Ctrl-C came again; under a launcher it may come twice for one, or as SIGTERM after SIGINT."""
+        """Whether Ctrl-C came again; under a launcher it may come twice for one, or as SIGTERM after SIGINT.
+
+        Of two signals that reach a process while it does not run, the system may hand over the second one first.
+        """
         interrupted_s = self._stops.get(signal.SIGINT)
         if number == signal.SIGINT and interrupted_s is not None:
             return not self._launched or time.monotonic() - interrupted_s > ECHO_S
         if number == signal.SIGINT:
-            return bool(self._stops) and not self._launched
+            terminated_s = self._stops.get(signal.SIGTERM)
+            at_once = terminated_s is not None and time.monotonic() - terminated_s < AT_ONCE_S
+            return at_once if self._launched else bool(self._stops)
         return number == signal.SIGTERM and interrupted_s is not None and self._launched
 
     def _answer(self, name: str) -> str:

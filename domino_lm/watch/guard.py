@@ -22,7 +22,7 @@ GRACE_S = 3.0
 
 def start_guard(descriptors: Sequence[int], timeout: HangTimeout) -> None:
     """Start the process for ranks whose cells are behind ``descriptors``; signals for the ranks do not reach it."""
-    numbers = [repr(timeout.seconds), repr(timeout.collectives_s), repr(timeout.collectives_after_start_s)]
+    numbers = [repr(timeout.seconds), repr(timeout.collectives_s), repr(timeout.collectives_after_start_s), repr(timeout.least_s)]
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     subprocess.Popen(
@@ -50,14 +50,12 @@ def watch(ranks: Sequence[Cells], timeout: HangTimeout, every_s: float = LOOK_EV
 
 
 def main(words: Sequence[str]) -> int:
-    """Watch the cells behind the descriptors in ``words``, which begin with the three numbers of a `HangTimeout`."""
+    """Watch the cells behind the descriptors in ``words``, which begin with the four numbers of a `HangTimeout`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    seconds, whole_s, after_start_s = (None if word == "None" else float(word) for word in words[:3])
-    assert whole_s is not None
-    assert after_start_s is not None
-    cells = [mapped(int(each)) for each in words[3:]]
-    watch(cells, HangTimeout(seconds, whole_s, after_start_s))
+    seconds = None if words[0] == "None" else float(words[0])
+    whole_s, after_start_s, least_s = map(float, words[1:4])
+    watch([mapped(int(each)) for each in words[4:]], HangTimeout(seconds, whole_s, after_start_s, least_s))
     return 0
 
 

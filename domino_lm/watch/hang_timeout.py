@@ -9,6 +9,9 @@ FIRST_STEPS = 2
 """Steps that allocate, compile and warm up."""
 
 LEAST_S = 30.0
+LEAST_BETWEEN_NODES_S = 180.0
+"""A job of several nodes outlives a link that is cut for a minute or two."""
+
 STEPS = 10
 """Without a setting: so many of the longest of the last steps, but LEAST_S at least."""
 
@@ -28,12 +31,14 @@ class HangTimeout:
     seconds: float | None
     collectives_s: float
     collectives_after_start_s: float
+    least_s: float = LEAST_S
 
     @classmethod
-    def of(cls, parallel: ParallelConfig) -> "HangTimeout":
+    def of(cls, parallel: ParallelConfig, several_nodes: bool = False) -> "HangTimeout":
         """From the settings of a run."""
         whole = parallel.distributed_timeout_minutes * 60.0
-        return cls(parallel.hang_timeout_seconds, whole, parallel.distributed_timeout_seconds_after_init or whole)
+        after_start = parallel.distributed_timeout_seconds_after_init or whole
+        return cls(parallel.hang_timeout_seconds, whole, after_start, LEAST_BETWEEN_NODES_S if several_nodes else LEAST_S)
 
     def silent_s(self, cells: Cells) -> float:
         """How long the process of a rank at ``cells`` may show no sign of life."""
@@ -46,9 +51,9 @@ class HangTimeout:
         bound = SHARE_OF_COLLECTIVES * (self.collectives_after_start_s if begun else self.collectives_s)
         if self.seconds is not None:
             return min(bound, self.seconds * (1 if begun and in_step else GENEROSITY))
-        return min(bound, max(LEAST_S, STEPS * cells[Cell.LONGEST_STEP_MS] / 1e3)) if begun and in_step else bound
+        return min(bound, max(self.least_s, STEPS * cells[Cell.LONGEST_STEP_MS] / 1e3)) if begun and in_step else bound
 
     def __str__(self) -> str:
         if self.seconds is not None:
             return f"--hang-timeout-seconds {self.seconds:g}"
-        return f"--hang-timeout-seconds is not given: {STEPS} times the longest of the last steps, at least {LEAST_S:g} s"
+        return f"--hang-timeout-seconds is not given: {STEPS} times the longest of the last steps, at least {self.least_s:g} s"

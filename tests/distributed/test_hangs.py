@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from domino_lm.config.settings import ParallelConfig
 from domino_lm.parallel.board import Board
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.progress import Cell, Progress, Stage
@@ -231,6 +232,12 @@ def test_the_time_to_stand_still_is_of_the_run_and_bounded(
     seconds: float | None, stage: Stage, steps_done: int, longest_ms: int, limit_s: float
 ) -> None:
     assert HangTimeout(seconds, 600, 200).still_s(cells_at(stage, steps_done, longest_ms).cells) == pytest.approx(limit_s)
+
+
+def test_a_link_between_nodes_may_be_cut_for_longer_than_a_rank_of_one_node_stands_still() -> None:
+    one, several = (HangTimeout.of(ParallelConfig(), several_nodes) for several_nodes in (False, True))
+    stepping = cells_at(Stage.STEP, 9, 500).cells
+    assert (one.still_s(stepping), several.still_s(stepping)) == (30, 180)
 
 
 def test_the_slowest_rank_is_named_by_how_much_it_is_slower() -> None:
