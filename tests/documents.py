@@ -44,6 +44,7 @@ RUN_BY = {
     r"^make walk": "unit/test_readme_walk.py::test_a_walk_types_each_command_once_in_a_clone_and_records_what_came_of_it",
     r"^make gpu-check": "unit/test_gpu_check.py::test_without_a_gpu_nothing_is_measured",
     r"^domino-lm-(generate|eval) |tools/generate\.py ": "distributed/test_generate.py::test_the_commands_of_the_page_on_generation_run",
+    r"--optimizer muon": "distributed/test_muon.py::test_the_command_of_the_page_learns",
     r"head_to_head\.py --help|^domino-lm-|pretrain$": f"{_COMMANDS}a_program_explains_its_flags",
     r"^make bench|^python benchmarks/head_to_head": f"{_COMMANDS}a_comparison_runs_at_a_tiny_size",
     r"predict_shaped\.py": f"{_COMMANDS}the_comparison_is_predicted_as_recorded_within_a_tenth",

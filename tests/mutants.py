@@ -36,12 +36,12 @@ CAUGHT, HUNG, SURVIVED, BROKEN = "caught", "caught (did not end)", "survived", "
 
 TESTS: dict[str, str] = {
     "schedule": "unit/test_plan.py distributed/test_executor.py distributed/test_collectives.py distributed/test_schedules.py",
-    "simulate": "unit/test_prices.py unit/test_costs.py unit/test_simulator.py",
+    "simulate": "unit/test_prices.py unit/test_costs.py unit/test_simulator.py unit/test_muon.py",
     "model": "unit/test_random.py unit/test_head.py golden/test_model.py distributed/test_schedules.py",
     "parallel": "unit/test_parameter.py unit/test_random.py distributed/test_pair.py distributed/test_executor.py distributed/test_collectives.py "
     "distributed/test_any_transformer.py distributed/test_cores.py distributed/test_distributed_optimizer.py",
-    "training": "unit/test_lr_schedule.py unit/test_loss_scale.py unit/test_optimizer.py unit/test_skipped_steps.py unit/data/test_run_data.py "
-    "distributed/test_optimizer.py distributed/test_loss_average.py distributed/test_failed_saves.py distributed/test_training.py distributed/test_precision.py",
+    "training": "unit/test_lr_schedule.py unit/test_loss_scale.py unit/test_optimizer.py unit/test_muon.py unit/test_skipped_steps.py unit/data/test_run_data.py "
+    "distributed/test_optimizer.py distributed/test_muon.py distributed/test_loss_average.py distributed/test_failed_saves.py distributed/test_training.py distributed/test_precision.py",
     "data": "unit/data/test_gpt_dataset.py unit/data/test_continued.py unit/data/test_loader.py unit/data/test_indexed.py "
     "unit/data/test_blended.py unit/data/test_index_cache.py golden/test_data_indices.py golden/test_data_blends.py",
     "checkpoint": "unit/test_blocks.py unit/test_publish.py unit/test_retention.py unit/test_checkpoint.py unit/test_narrow_checkpoints.py distributed/test_checkpoint.py unit/test_convert.py golden/test_checkpoints.py",

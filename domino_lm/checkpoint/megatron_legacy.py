@@ -97,6 +97,11 @@ class LegacyCheckpoint:
 
     def check(self, specs: Sequence[ParameterSpec], with_optimizer: bool) -> None:
         """Raise CheckpointError, naming both shapes, if the tensors are not those of ``specs``."""
+        if with_optimizer and isinstance(self.common.get("optimizer"), list):
+            raise CheckpointError(
+                f"{self.path}: the checkpoint keeps several optimizers in a chain, as Muon with AdamW is kept, which is not read from this format; "
+                "save it with Megatron's --ckpt-format torch_dist, or pass --no-load-optim to load the weights alone"
+            )
         if with_optimizer and not self.has_optimizer:
             if _is_distributed(self.common.get("optimizer") or {}, self.path / "mp_rank_00"):
                 raise CheckpointError(
@@ -164,7 +169,7 @@ def _refuse_other_forms(path: Path, files: Sequence[Any]) -> None:
 def _read_rank(file: Mapping[str, Any], where: Path) -> _Rank:
     weights = {name: tensor for name, tensor in _named_tensors(file["model"]) if isinstance(tensor, Tensor) and "_extra_state" not in name}
     optimizer = file.get("optimizer")
-    if not optimizer or _is_distributed(optimizer, where.parent):
+    if not optimizer or isinstance(optimizer, list) or _is_distributed(optimizer, where.parent):
         return _Rank(weights, {}, {})
     inner = optimizer.get("optimizer", optimizer)
     groups = _grouped_names(weights, inner["param_groups"], values_of(file.get("args")), where)

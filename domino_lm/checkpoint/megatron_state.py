@@ -108,7 +108,7 @@ def read_state(common: Mapping[str, Any]) -> dict[str, Any]:
 
 def _loss_scale(common: Mapping[str, Any]) -> dict[str, float] | None:
     """What the optimizer's state says of a dynamic loss scale."""
-    found = (common.get("optimizer") or {}).get("grad_scaler") or {}
+    found = (last_of_chain(common.get("optimizer")) or {}).get("grad_scaler") or {}
     numbers = {name: found[name] for name in LOSS_SCALE if found.get(name) is not None}
     return {name: float(torch.as_tensor(value).flatten()[0]) for name, value in numbers.items()} if "scale" in numbers else None
 
@@ -140,8 +140,16 @@ def _beside_the_rate(scheduler: Mapping[str, Any], args: Mapping[str, Any]) -> d
     return found
 
 
+def last_of_chain(optimizer: Any) -> Any:
+    """AdamW's part of the state of a chain of optimizers, a list or a mapping by number, as Muon's is; any other state as it is."""
+    if isinstance(optimizer, Mapping) and optimizer and all(isinstance(key, int) for key in optimizer):
+        return optimizer[max(optimizer)]
+    return optimizer[-1] if isinstance(optimizer, list | tuple) and optimizer else optimizer
+
+
 def optimizer_steps(optimizer: Mapping[str, Any] | None, iteration: int) -> int:
     """Updates that Adam has made, by what the optimizer's state says, else one for each iteration."""
+    optimizer = last_of_chain(optimizer)
     if not optimizer:
         return 0
     inner = optimizer.get("optimizer", optimizer)

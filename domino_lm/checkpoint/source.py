@@ -37,8 +37,14 @@ class HasMoments(Protocol):
     pieces: list[Any]
     """What this rank updates of each parameter."""
 
-    moments: dict[Moment, list[Tensor]]
+    kept: list[dict[Moment, Tensor]]
+    """What it keeps of each piece."""
+
     step_count: int
+
+    @property
+    def moments(self) -> Mapping[Moment, list[Tensor]]:
+        """All that it keeps, by name."""
 
     def write_parameters(self) -> None:
         """Have the parameters follow their master weights."""
@@ -170,8 +176,8 @@ def _roles(parameters: Sequence[Parameter], optimizer: HasMoments | None, master
             start = piece.start if piece.is_owned else None
             if masters_apart and piece.is_master:
                 yield Held("master", piece.parameter, piece.main, start)
-            for name, moments in optimizer.moments.items():
-                yield Held(name, piece.parameter, moments[number], start)
+            for name, moment in optimizer.kept[number].items():
+                yield Held(name, piece.parameter, moment, start)
 
 
 def _owned_masters(optimizer: HasMoments | None) -> list[Held]:
@@ -196,9 +202,8 @@ def prefix_of(role: Role) -> str:
 
 def moments_of(metadata: Metadata) -> tuple[Moment, ...]:
     """What the optimizer of a distributed checkpoint keeps of each weight; none if it holds no optimizer."""
-    stored = metadata.state_dict_metadata
-    kept = [name for names in MOMENTS.values() for name in names]
-    return moments_in([name for name in kept if prefix_of(name) + WORD_EMBEDDINGS in stored])
+    kept = {name for names in MOMENTS.values() for name in names}
+    return moments_in([name for name in kept if any(key.startswith(prefix_of(name)) for key in metadata.state_dict_metadata)])
 
 
 def _refuse_other_optimizer(path: Path, stored: tuple[Moment, ...], optimizer: HasMoments | None) -> None:

@@ -27,11 +27,13 @@ ALIASES = {
     "cuda_graph": ["--enable-cuda-graph"],
     "tokenizer_special_tokens": ["--tiktoken-special-tokens"],
     "wandb_exp_name": ["--wandb-name"],
+    "muon_nesterov": ["--muon-use-nesterov"],
 }
 CONSTANT_FLAGS: dict[str, tuple[str, object]] = {
     "--disable-bias-linear": ("add_bias_linear", False),
     "--recompute-activations": ("recompute_granularity", "selective"),
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
+    "--muon-no-split-qkv": ("muon_split_qkv", False),
 }
 """Megatron's flags without a value that set a field under another name: the field, and the value that they give it."""
 

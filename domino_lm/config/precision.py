@@ -80,6 +80,9 @@ class PrecisionConfig:
         return BYTES[self.gradient_dtype]
 
     def optimizer_bytes(self, optimizer: str) -> int:
-        """Bytes that ``optimizer`` (adam, sgd) keeps per weight: its moments, and a master weight if weights are narrower than fp32."""
-        moments = BYTES[NAMES[self.exp_avg_dtype]] + (BYTES[NAMES[self.exp_avg_sq_dtype]] if optimizer == "adam" else 0)
+        """Bytes that ``optimizer`` (adam, sgd) keeps per weight: its moments, and a master weight if weights are narrower than fp32.
+
+        Of muon, those of a weight that it leaves to AdamW.
+        """
+        moments = BYTES[NAMES[self.exp_avg_dtype]] + (BYTES[NAMES[self.exp_avg_sq_dtype]] if optimizer != "sgd" else 0)
         return moments + (4 if self.element_bytes < 4 else 0)

@@ -246,10 +246,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or SGD, the learning-rate schedule and gradient clipping."""
+    """AdamW, SGD or Muon, the learning-rate schedule and gradient clipping."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam is AdamW; sgd has a momentum, and its weight decay is added to the gradient."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """adam is AdamW; sgd has a momentum, and its weight decay is added to the gradient; muon makes each layer's matrices of momentum orthogonal before they are added, and takes AdamW for all other weights."""
 
     lr: PositiveFloat
     """Peak learning rate."""
@@ -307,6 +307,30 @@ class OptimizerConfig:
 
     sgd_momentum: Fraction = 0.9
     """Share of the former update that SGD keeps."""
+
+    muon_momentum: Fraction = 0.95
+    """Share of the former momentum that Muon keeps; the gradient makes up the rest."""
+
+    muon_nesterov: bool = False
+    """Make the mean of momentum and gradient orthogonal instead of the momentum, --muon-momentum of it momentum."""
+
+    muon_split_qkv: bool = True
+    """Let Muon take queries, keys and values, which one weight holds, as three matrices."""
+
+    muon_num_ns_steps: PositiveInt = 5
+    """Steps of the Newton-Schulz iteration that makes a matrix nearly orthogonal."""
+
+    muon_coefficient_type: Literal["quintic", "simple"] = "quintic"
+    """Polynomials of the iteration: quintic has five, one for each step in turn; simple has one, that of the first Muon."""
+
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Factor of the update of a matrix of r rows and c columns: spectral sqrt(max(r, c)), unit_rms_norm sqrt(r / c), shape_scaling sqrt(max(1, r / c))."""
+
+    muon_extra_scale_factor: PositiveFloat = 1.0
+    """A further factor; 0.2 beside spectral makes updates about as large as AdamW's, so that its learning rates hold."""
+
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
+    """Arithmetic of the iteration for fp32 momentum: medium is bf16 and high TF32, on GPUs alone; highest is fp32."""
 
     adam_beta1: Fraction = 0.9
     """Decay of the first moment."""

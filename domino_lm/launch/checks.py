@@ -308,12 +308,27 @@ def _weight_decay_faults(run: RunConfig) -> Iterator[str]:
         yield f"--weight-decay-incr-style {style} leads from --start-weight-decay to --end-weight-decay; give both."
     elif run.kernels.cuda_graph:
         yield f"--weight-decay-incr-style {style} changes what --cuda-graph captures; leave one out."
+    if optimizer.optimizer == "muon":
+        yield from _muon_faults(run)
     if optimizer.optimizer == "sgd":
         if run.kernels.apex_optimizer:
             yield "--apex-optimizer is an AdamW, and --optimizer sgd is none; leave one out."
         kinds = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(run.precision, name) != "fp32"]
         if kinds:
             yield f"{_flag(kinds[0])} {getattr(run.precision, kinds[0])} is of AdamW's moments, and --optimizer sgd has none; leave it out."
+
+
+def _muon_faults(run: RunConfig) -> Iterator[str]:
+    """What cuts matrices that Muon needs whole, or captures updates whose capture is not there."""
+    schedule = run.schedule
+    if schedule.sharding != "no_shard":
+        given = "--use-distributed-optimizer" if schedule.use_distributed_optimizer else "--data-parallel-sharding-strategy"
+        yield (
+            f"--optimizer muon updates whole matrices, of which {given} would leave each replica a share; "
+            "leave one out (tensor parallelism and recompute save memory beside Muon)."
+        )
+    if run.kernels.cuda_graph:
+        yield "--cuda-graph does not capture the updates of --optimizer muon; leave one out."
 
 
 def _unit_faults(run: RunConfig) -> Iterator[str]:

@@ -28,6 +28,10 @@ ASSUMED_MACHINE = "dgx-h100"
 """Where --dry-run simulates --schedule auto without a calibration."""
 
 SHARES = "use_distributed_optimizer data_parallel_sharding_strategy overlap_param_gather"
+MUON = (
+    "muon_momentum muon_nesterov muon_split_qkv muon_num_ns_steps muon_coefficient_type muon_scale_mode muon_extra_scale_factor "
+    "muon_fp32_matmul_prec"
+)
 DYNAMIC_LOSS_SCALE = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
 SHOWN_MICRO_BATCHES = 3
 """One step's memory is at its peak by then: later micro-batches repeat the earlier ones."""
@@ -207,6 +211,11 @@ def _optimizer(run: RunConfig) -> Iterator[str]:
     optimizer = run.optimizer
     if optimizer.optimizer == "sgd":
         yield f"SGD with momentum {optimizer.sgd_momentum:g}; weight decay is added to the gradient"
+    if optimizer.optimizer == "muon":
+        yield (
+            f"Muon for the matrices of layers: momentum {optimizer.muon_momentum:g}, {optimizer.muon_num_ns_steps} Newton-Schulz steps "
+            f"on whole matrices in {_newton_schulz_precision(run)}; AdamW for all other weights"
+        )
     if optimizer.decoupled_lr is not None:
         minimum = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
         yield f"learning rate of word embedding and output layer: {optimizer.decoupled_lr:g}, at the end {minimum:g}"
@@ -215,6 +224,11 @@ def _optimizer(run: RunConfig) -> Iterator[str]:
         yield f"weight decay {ends} over the run, {optimizer.weight_decay_incr_style}"
     if run.model.embedding_init_method_std is not None:
         yield "embeddings have a deviation of their own and take no weight decay, as in Megatron"
+
+
+def _newton_schulz_precision(run: RunConfig) -> str:
+    """Arithmetic of Muon's iteration, in words."""
+    return {"medium": "bf16 (on a CPU fp32)", "high": "TF32 (on a CPU fp32)", "highest": "fp32"}[run.optimizer.muon_fp32_matmul_prec]
 
 
 def _shared_out(schedule: ScheduleConfig, replicas: int) -> Iterator[str]:
@@ -260,7 +274,8 @@ def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
     tp, replicas = run.parallel.tensor_model_parallel_size, data_parallel_size(run, world_size)
     dynamic, checked = run.precision.dynamic_loss_scale, run.training.check_for_nan_in_loss_and_grad
     evaluates, logs = run.training.eval_interval or run.training.skip_train, run.logging
-    sgd, tokenizer = run.optimizer.optimizer == "sgd", run.tokenizer.tokenizer_type
+    sgd, muon = (run.optimizer.optimizer == name for name in ("sgd", "muon"))
+    tokenizer = run.tokenizer.tokenizer_type
     idle = (
         ("sequence_parallel", tp == 1, "one tensor-parallel rank has nobody to share with"),
         ("domino_pair", tp == 1, "one tensor-parallel rank has no all-reduce to hide"),
@@ -277,7 +292,8 @@ def without_effect(run: RunConfig, world_size: int) -> Iterator[str]:
         ("tiktoken_pattern tiktoken_num_special_tokens", tokenizer != "TikTokenizer", "they are TikTokenizer's"),
         ("decoupled_min_lr", run.optimizer.decoupled_lr is None, "--decoupled-lr gives embedding and output layer no rate of their own"),
         ("weight_decay", run.optimizer.weight_decay_incr_style != "constant", "--start-weight-decay and --end-weight-decay say how much"),
-        ("sgd_momentum", not sgd, "AdamW has no momentum of SGD's"),
+        ("sgd_momentum", not sgd, f"{'Muon' if muon else 'AdamW'} has no momentum of SGD's"),
+        (MUON, not muon, "they are Muon's"),
         ("adam_beta1 adam_beta2 adam_eps", sgd, "SGD has no moments of AdamW's"),
         ("save_interval async_save", run.checkpoint.save is None, "--save names no folder, so nothing is saved"),
         ("tf32", run.precision.element_bytes < 4, f"there are no GEMMs of fp32 in {run.precision.params_dtype}"),

@@ -41,6 +41,9 @@ class ParameterSpec:
     vocab_rows: int | None = None
     """True rows if dimension 0 is the padded vocabulary."""
 
+    matrix_rows: tuple[int, ...] = ()
+    """Rows of several matrices that take turns along dimension 0, in one turn: a group's queries, its key, its value; () if it is one."""
+
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         """The part of an unsharded tensor that ``rank`` of ``size`` holds, contiguous."""
         if self.shard_dim is None:
@@ -123,14 +126,22 @@ class Weights:
     layers: str = "layers"
 
     def matrix(
-        self, name: str, shape: tuple[int, int], shard_dim: int, layer: int, *, blocks: int = 1, std: float | None = None
+        self,
+        name: str,
+        shape: tuple[int, int],
+        shard_dim: int,
+        layer: int,
+        *,
+        blocks: int = 1,
+        std: float | None = None,
+        matrix_rows: tuple[int, ...] = (),
     ) -> Parameter:
         """A matrix of which each of equal ``blocks`` is cut along ``shard_dim``; N(0, std), by default ``config.init_method_std``.
 
-        With ``config.init_method_xavier_uniform`` it is drawn by that.
+        With ``config.init_method_xavier_uniform`` it is drawn by that. ``matrix_rows`` says which matrices it holds, if several.
         """
         std = None if self.config.init_method_xavier_uniform else self.config.init_method_std if std is None else std
-        return self._drawn(self._spec(name, shape, layer, shard_dim=shard_dim, shard_blocks=blocks), std)
+        return self._drawn(self._spec(name, shape, layer, shard_dim=shard_dim, shard_blocks=blocks, matrix_rows=matrix_rows), std)
 
     def vector(
         self, name: str, width: int, value: float = 0.0, layer: int | None = None, *, key: str | None = None, **cut: Any

@@ -1,14 +1,47 @@
 """How Megatron groups parameters for its optimizers, and what these keep of each."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
+
+from domino_lm.model.parameter import Parameter, ParameterSpec
 
 Moment = Literal["exp_avg", "exp_avg_sq", "momentum_buffer"]
 """What optimizers keep of a weight, as Megatron's checkpoints name it."""
-MOMENTS: Mapping[str, tuple[Moment, ...]] = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+MOMENTS: Mapping[str, tuple[Moment, ...]] = {
+    "muon": ("exp_avg", "exp_avg_sq", "momentum_buffer"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
+"""By optimizer, what it keeps of any weight; one that keeps more stands before those whose names are among its own."""
+
+
+class HasParameters(Protocol):
+    """A part of a model."""
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Its weights."""
+
 
 INPUT_AND_OUTPUT = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def is_layer_matrix(spec: ParameterSpec) -> bool:
+    """Whether a weight is a matrix of a layer, which Muon updates: no embedding, output layer, norm weight or bias."""
+    return spec.layer is not None and len(spec.shape) == 2
+
+
+def moments_of_weight(kept: tuple[Moment, ...], spec: ParameterSpec) -> tuple[Moment, ...]:
+    """What the optimizer that keeps ``kept`` in all keeps of one weight: Muon a matrix's momentum, and of all others what AdamW does."""
+    if kept != MOMENTS["muon"]:
+        return kept
+    return MOMENTS["sgd"] if is_layer_matrix(spec) else MOMENTS["adam"]
+
+
+def layer_matrices(parts: Iterable[HasParameters]) -> dict[int, list[Parameter]]:
+    """The matrices of layers by the number of their part in the chain, parts without any left out."""
+    found = ((number, [weight for weight in part.parameters() if is_layer_matrix(weight.spec)]) for number, part in enumerate(parts))
+    return {number: matrices for number, matrices in found if matrices}
 
 
 @dataclass(frozen=True)

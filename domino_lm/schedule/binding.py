@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from domino_lm.parallel.buckets import Bucket, GradientBuckets
 from domino_lm.parallel.collectives import LAUNCHERS, Launcher, Pending
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.schedule.collectives import REPLICA_SUM
-from domino_lm.schedule.ops import MARKERS, Flow, Kind, Op, Value, dataflow, is_gather, writes_gradient
+from domino_lm.schedule.ops import MARKERS, Flow, Kind, Op, Value, concerns_matrices, dataflow, is_gather, writes_gradient
 from domino_lm.schedule.plan import Plan
 from domino_lm.schedule.recorder import Observer
 
@@ -39,6 +40,19 @@ class Columns(NamedTuple):
 
     mid: Any
     buffer: Tensor  # [c, s, b, h/c]
+
+
+class MatrixUpdates(Protocol):
+    """What an optimizer does at the step's end, before the STEP op, with the matrices that it updates whole; parts are numbers in the chain."""
+
+    def begin(self, loss_sum: Tensor) -> None:
+        """Bring the momentum of all parts up to date, by the reduced gradients; ``loss_sum`` [] is that of the step on this rank."""
+
+    def gather_start(self, part: int) -> Pending:
+        """Begin to gather a part's momentum [n] over tensor-parallel ranks, into [t, n]."""
+
+    def update(self, part: int, gathered: Tensor) -> None:
+        """Update the matrices of a part, by the momentum of all ranks [t, n]."""
 
 
 @dataclass
@@ -73,7 +87,8 @@ class StepState:
 
 
 class Binder:
-    """Binds templates of one plan. ``on_step(loss_sum)`` is the STEP op; ``launchers`` start tensor-parallel collectives, by name.
+    """Binds templates of one plan. ``on_step(loss_sum)`` is the STEP op, ``matrices`` are the ops of matrices that are updated whole;
+    ``launchers`` start tensor-parallel collectives, by name.
 
     Slots are shared by all templates of the plan, so that values can pass from one to the next.
     """
@@ -87,8 +102,10 @@ class Binder:
         state: StepState,
         on_step: Callable[[Tensor], Sequence[Tensor]],
         launchers: Mapping[str, Launcher] = LAUNCHERS,
+        matrices: MatrixUpdates | None = None,
     ) -> None:
         self.slicing = plan.slicing
+        self._matrices = matrices
         self.slots: dict[Value, int] = {}
         self._parts = parts
         self._mesh = mesh
@@ -133,6 +150,8 @@ class Binder:
 
     def _call(self, op: Op) -> Call:
         """The callable of an op."""
+        if concerns_matrices(op) and op.kind is not Kind.START:
+            return self._matrix(op)
         made = {
             Kind.START: self._start,
             Kind.WAIT: self._wait,
@@ -170,7 +189,9 @@ class Binder:
         return launch
 
     def _bucket_launch(self, op: Op) -> Callable[..., Pending]:
-        """The call that starts a bucket's collective."""
+        """The call that starts a bucket's collective, or the gather of a part's momentum."""
+        if concerns_matrices(op):
+            return partial(self._whole_matrices.gather_start, op.part)
         bucket, tp, gathers = self._buckets[op.part], self._mesh.tp, self._state.gathers
 
         def gather() -> Pending:
@@ -282,6 +303,20 @@ class Binder:
             state.found = self._on_step(state.loss_sum())
 
         return step
+
+    def _matrix(self, op: Op) -> Call:
+        """Momentum, its arrival, or the update of a part's matrices."""
+        state, matrices = self._state, self._whole_matrices
+        if op.kind is Kind.WAIT:
+            return lambda pending: {"arrived": pending.wait()}
+        if op.kind is Kind.MOMENTUM:
+            return lambda: matrices.begin(state.loss_sum())
+        return lambda gathered: matrices.update(op.part, gathered)
+
+    @property
+    def _whole_matrices(self) -> MatrixUpdates:
+        assert self._matrices is not None, "a plan that updates whole matrices needs the optimizer that does"
+        return self._matrices
 
     def _in_blocks(self, part: int, phase: str) -> Callable[[Any, Row], Any]:
         """Adds to a middle value the buffer for its column blocks, if it leaves in several."""

@@ -20,9 +20,9 @@ class Collective:
 
     name: str
 
-    passes: Literal["partial", "statistics", "input", "saved_input", "gradients", "parameters"]
+    passes: Literal["partial", "statistics", "input", "saved_input", "gradients", "parameters", "momentum"]
     """``partial``: a partial sum of its part; ``statistics``: what the head's body returns; ``input``: what enters the part next; ``saved_input``: the part's input once more, for its
-    weight gradient or to recompute it; ``gradients``, ``parameters``: those of a bucket, in phase S."""
+    weight gradient or to recompute it; ``gradients``, ``parameters``: those of a bucket, in phase S; ``momentum``: that of a part's matrices, in phase S."""
 
     arrives: str
     """Name of the value that its wait writes."""
@@ -45,7 +45,7 @@ class Collective:
     @property
     def of_bucket(self) -> bool:
         """Whether it belongs to the step's end."""
-        return self.passes in ("gradients", "parameters")
+        return self.passes in ("gradients", "parameters", "momentum")
 
 
 ALL_REDUCE = Collective(
@@ -59,7 +59,11 @@ REPLICA_SUM = Collective(name="replica_sum", passes="gradients", arrives="summed
 BUCKET_SUM = Collective(name="all_reduce", passes="gradients", arrives="reduced", traffic="all_reduce")
 BUCKET_SCATTER = Collective(name="reduce_scatter", passes="gradients", arrives="reduced", traffic="reduce_scatter")
 BUCKET_GATHER = Collective(name="all_gather", passes="parameters", arrives="weights", traffic="all_gather")
+MOMENTUM_GATHER = Collective(name="gather_momentum", passes="momentum", arrives="momentum of all ranks", traffic="all_gather")
 
 STANDARD = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER_INPUT, STATISTICS, REPLICA_SUM, BUCKET_SUM, BUCKET_SCATTER, BUCKET_GATHER)
 """Partial sums leave by all-reduce, or reduce-scatter under sequence parallelism, where tokens are gathered when they enter a part; the
-head's statistics are exchanged per token; ``replica_sum`` sums gradients of replicated weights over tensor-parallel ranks."""
+head's statistics are exchanged per token; ``replica_sum`` sums gradients of replicated weights over tensor-parallel ranks.
+
+Plans of optimizers that update whole matrices add ``gather_momentum``, over tensor-parallel ranks.
+"""

@@ -16,7 +16,7 @@ from domino_lm.parallel.collectives import LAUNCHERS, Launcher
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.progress import Cell, Cells, Progress
 from domino_lm.parallel.random import DropoutKey
-from domino_lm.schedule.binding import Binder, BoundOp, StepState
+from domino_lm.schedule.binding import Binder, BoundOp, MatrixUpdates, StepState
 from domino_lm.schedule.ops import Kind, Op
 from domino_lm.schedule.passes import step_templates
 from domino_lm.schedule.plan import Plan
@@ -59,6 +59,7 @@ class Executor:
         loss_scale: Tensor | None = None,
         launchers: Mapping[str, Launcher] = LAUNCHERS,
         progress: Cells | None = None,
+        matrices: MatrixUpdates | None = None,
     ) -> None:
         validate(plan)
         self.plan = plan
@@ -70,7 +71,7 @@ class Executor:
         self._seed = seed
         self._iteration = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._state = StepState()
-        self._binder = Binder(plan, stack.parts, mesh, gradients, self._state, on_step, launchers)
+        self._binder = Binder(plan, stack.parts, mesh, gradients, self._state, on_step, launchers, matrices)
         self._steps: dict[int, list[list[BoundOp]]] = {}
         self._running: list[list[BoundOp]] = []
         self._progress = Progress().cells if progress is None else progress

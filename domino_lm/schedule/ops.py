@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from domino_lm.config.settings import Sharding
-from domino_lm.schedule.collectives import ALL_REDUCE, BUCKET_GATHER, REPLICA_SUM, STANDARD, Collective
+from domino_lm.schedule.collectives import ALL_REDUCE, BUCKET_GATHER, MOMENTUM_GATHER, REPLICA_SUM, STANDARD, Collective
 
 ALL_ROWS = -1
 COMPUTE, TP_LINK, DP_LINK = "compute", "tp", "dp"
@@ -33,13 +33,15 @@ class Kind(StrEnum):
     START = "start"
     WAIT = "wait"
     STEP = "step"
+    MOMENTUM = "momentum"
+    ORTHOGONALIZE = "orthogonalize"
 
 
 class Op(NamedTuple):
     """One unit of work. ``part`` counts along the chain: even = sharded, odd = replicated."""
 
     kind: Kind
-    phase: str  # "F" forward, "B" backward, "S" the step's end; in "S" part numbers a gradient bucket
+    phase: str  # "F" forward, "B" backward, "S" the step's end; in "S" part numbers a gradient bucket unless `concerns_matrices`
     part: int
     row: int  # which slice of the micro-batch; ALL_ROWS in phase S
     col: int = 0  # which slice of the output dimension (TAIL, START, WAIT)
@@ -67,7 +69,7 @@ class Op(NamedTuple):
         """Where the op's work runs: the compute lane, or the link of the communicator it uses."""
         if self.kind not in (Kind.START, Kind.WAIT):
             return COMPUTE
-        return DP_LINK if self.phase == "S" and self.collective != REPLICA_SUM.name else TP_LINK
+        return DP_LINK if self.phase == "S" and self.collective not in (REPLICA_SUM.name, MOMENTUM_GATHER.name) else TP_LINK
 
 
 class ChainPart(Protocol):
@@ -156,6 +158,9 @@ class Slicing:
     collectives: tuple[Collective, ...] = STANDARD
     """The collectives that the plan may use."""
 
+    orthogonalized: tuple[int, ...] = field(default=(), repr=False)  # the ops of a plan, which its hash covers, name them
+    """Parts with matrices that the optimizer updates whole, in the order in which it does."""
+
     @property
     def rows(self) -> int:
         """Pieces each micro-batch is cut into."""
@@ -212,7 +217,7 @@ class Slicing:
 
 Values = Value | tuple[Value, ...]
 
-MARKERS = frozenset({"grad", "shared", "later", "rebuilt", "grads", "summed", "reduced", "updated"})
+MARKERS = frozenset({"grad", "shared", "later", "rebuilt", "grads", "summed", "reduced", "updated", "momentum", "orthogonalized"})
 """Roles of values that hand nothing over: they say that something in a row's context or a bucket is ready."""
 
 
@@ -256,6 +261,11 @@ def writes_gradient(op: Op, slicing: Slicing) -> bool:
 def is_gather(op: Op) -> bool:
     """Whether ``op`` gathers the updated parameters of a bucket; such ops belong to the step, not to one of its micro-batches."""
     return op.phase == "S" and op.collective == BUCKET_GATHER.name
+
+
+def concerns_matrices(op: Op) -> bool:
+    """Whether ``op`` is one of those that update whole matrices at the step's end; its part is one of the chain, no bucket."""
+    return op.kind in (Kind.MOMENTUM, Kind.ORTHOGONALIZE) or op.collective == MOMENTUM_GATHER.name
 
 
 def _flat(roles: Mapping[str, Values]) -> tuple[Value, ...]:
@@ -370,11 +380,15 @@ def _in_flight(op: Op) -> Value:
 
 def _step_flow(op: Op, slicing: Slicing) -> Flow:
     """The step's end: a bucket's gradients are summed (over TP, then DP), updated, and its parameters gathered."""
+    if concerns_matrices(op):
+        return _matrix_flow(op, slicing)
     bucket = op.part
     if op.kind is Kind.STEP:
-        buckets = range(len(slicing.buckets))
-        updated = tuple(Value("updated", "S", b) for b in buckets) if slicing.zero else ()
-        return Flow({"reduced": tuple(Value("reduced", "S", b, micro=op.micro) for b in buckets)}, {"updated": updated})
+        updated = tuple(Value("updated", "S", b) for b in range(len(slicing.buckets))) if slicing.zero else ()
+        reads: dict[str, Values] = {"reduced": _reduced(op, slicing)}
+        if slicing.orthogonalized:
+            reads["orthogonalized"] = tuple(Value("orthogonalized", "S", part, micro=op.micro) for part in slicing.orthogonalized)
+        return Flow(reads, {"updated": updated})
     if op.kind not in (Kind.START, Kind.WAIT):
         raise ValueError(f"{op} has no meaning: {op.kind} does not exist in phase S")
     if op.kind is Kind.WAIT:
@@ -390,6 +404,24 @@ def _step_flow(op: Op, slicing: Slicing) -> Flow:
         for name in (("grad", "core grad") if slicing.chain[part].core_weights and slicing.chain[part].sharded else ("grad",))
     )
     return Flow({"grads": grads}, {"sent": _in_flight(op)})
+
+
+def _reduced(op: Op, slicing: Slicing) -> tuple[Value, ...]:
+    """Gradients of all buckets, as the ops after their reductions read them."""
+    return tuple(Value("reduced", "S", bucket, micro=op.micro) for bucket in range(len(slicing.buckets)))
+
+
+def _matrix_flow(op: Op, slicing: Slicing) -> Flow:
+    """Matrices that are updated whole: momentum of all parts, its gather over TP ranks, then the update, part by part."""
+    if op.kind is Kind.MOMENTUM:
+        momentum = tuple(Value("momentum", "S", part, micro=op.micro) for part in slicing.orthogonalized)
+        return Flow({"reduced": _reduced(op, slicing)}, {"momentum": momentum})
+    arrived = Value(MOMENTUM_GATHER.arrives, "S", op.part, micro=op.micro)
+    if op.kind is Kind.START:
+        return Flow({"momentum": Value("momentum", "S", op.part, micro=op.micro)}, {"sent": _in_flight(op)})
+    if op.kind is Kind.WAIT:
+        return Flow({"pending": _in_flight(op)}, {"arrived": arrived})
+    return Flow({"gathered": arrived}, {"orthogonalized": Value("orthogonalized", "S", op.part, micro=op.micro)})
 
 
 _FLOWS: Mapping[tuple[Kind, str], Callable[[Op, Slicing], Flow]] = MappingProxyType(

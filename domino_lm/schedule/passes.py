@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from domino_lm.config.settings import Sharding
-from domino_lm.schedule.collectives import ALL_GATHER, BUCKET_GATHER, BUCKET_SCATTER, BUCKET_SUM, GATHER_INPUT, REPLICA_SUM
+from domino_lm.schedule.collectives import ALL_GATHER, BUCKET_GATHER, BUCKET_SCATTER, BUCKET_SUM, GATHER_INPUT, MOMENTUM_GATHER, REPLICA_SUM
 from domino_lm.schedule.ops import ALL_ROWS, Kind, Op, is_gather, uses_weights, writes_gradient
 from domino_lm.schedule.plan import Plan, in_issue_order, interleave
 
@@ -150,6 +150,28 @@ def reduce_gradients(
         yield Op(Kind.STEP, "S", 0, ALL_ROWS)
 
     return Plan(tuple(ops()), slicing, plan.interleaved)
+
+
+def orthogonalize(plan: Plan, parts: Sequence[int]) -> Plan:
+    """Update the matrices of ``parts`` whole, before STEP updates all other weights.
+
+    The momentum of a part is gathered over tensor-parallel ranks behind the update of the part before it, so that no more than
+    two parts' whole matrices are in memory.
+    """
+    assert not plan.slicing.zero, "a share of the optimizer's work holds no whole matrices"
+    slicing = replace(plan.slicing, orthogonalized=tuple(parts), collectives=(*plan.slicing.collectives, MOMENTUM_GATHER))
+    starts = [Op(Kind.START, "S", part, ALL_ROWS, collective=MOMENTUM_GATHER.name) for part in parts]
+
+    def updates() -> Iterator[Op]:
+        yield Op(Kind.MOMENTUM, "S", 0, ALL_ROWS)
+        for number, start in enumerate(starts):
+            yield from starts[:1] if number == 0 else ()
+            yield start._replace(kind=Kind.WAIT)
+            yield from starts[number + 1 : number + 2]
+            yield Op(Kind.ORTHOGONALIZE, "S", start.part, ALL_ROWS)
+
+    ops = [other for op in plan.ops for other in ((*updates(), op) if op.kind is Kind.STEP else (op,))]
+    return Plan(tuple(ops), slicing, plan.interleaved)
 
 
 def gather_parameters(plan: Plan, overlap: bool = False) -> Plan:

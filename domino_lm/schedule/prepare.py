@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
@@ -27,11 +28,13 @@ def prepare_plan(
     micro_batch_size: int,
     seq_length: int,
     gradient_dtype: torch.dtype | None = None,
+    whole_matrices: Sequence[int] = (),
 ) -> tuple[Plan, GradientBuckets]:
     """The plan of one micro-batch and the step's end, with gradient memory allocated in the order that it completes.
 
     Gradients are in ``gradient_dtype``, by default in fp32, or float64 for float64 models. Under the distributed optimizer
-    parameters move into flat buffers here: take views of their memory afterwards.
+    parameters move into flat buffers here: take views of their memory afterwards. ``whole_matrices`` are the parts whose matrices
+    the optimizer updates whole.
     Raises ConfigError, on every rank, if the micro-batch cannot be cut so, or if ranks would run different plans.
     """
     cut = resolve_cut(schedule, Uncut(micro_batch_size, seq_length, stack.embedding.weight.shape[1], mesh.tp.size))
@@ -43,7 +46,7 @@ def prepare_plan(
         Gradient(frozenset(parts), parameter.numel(), mesh.tp.size == 1 or parameter.spec.shard_dim is not None)
         for parameter, parts in writers.items()
     ]
-    plan, buckets = step_plan(stack.parts, schedule, cut, records, mesh.dp.size)
+    plan, buckets = step_plan(stack.parts, schedule, cut, records, mesh.dp.size, whole_matrices)
     parameters = list(writers)
     groups = [[parameters[index] for index in bucket] for bucket in buckets]
     gradients = GradientBuckets(groups, mesh.dp, plan.slicing.sharding, gradient_dtype)

@@ -25,6 +25,8 @@ KINDS = {
     Kind.LOSS: "cross entropy",
     Kind.START: "a collective under way",
     Kind.WAIT: "compute waits for one",
+    Kind.MOMENTUM: "momentum of matrices that are updated whole",
+    Kind.ORTHOGONALIZE: "their update: Newton-Schulz",
     Kind.STEP: "optimizer",
 }
 STEP_COLOUR, EXPOSED_COLOUR = "#8c8c8c", "#d62728"

@@ -9,7 +9,15 @@ from typing import NamedTuple
 from domino_lm.config.settings import ScheduleConfig
 from domino_lm.schedule.cuts import Cut
 from domino_lm.schedule.ops import ChainPart
-from domino_lm.schedule.passes import defer_wgrad, gather_parameters, last_writers, pair_micro_batches, recompute, reduce_gradients
+from domino_lm.schedule.passes import (
+    defer_wgrad,
+    gather_parameters,
+    last_writers,
+    orthogonalize,
+    pair_micro_batches,
+    recompute,
+    reduce_gradients,
+)
 from domino_lm.schedule.plan import Plan, build_plan
 
 
@@ -36,13 +44,22 @@ class Buckets(NamedTuple):
 
 
 def step_plan(
-    chain: Sequence[ChainPart], schedule: ScheduleConfig, cut: Cut, gradients: Sequence[Gradient], data_parallel: int
+    chain: Sequence[ChainPart],
+    schedule: ScheduleConfig,
+    cut: Cut,
+    gradients: Sequence[Gradient],
+    data_parallel: int,
+    whole_matrices: Sequence[int] = (),
 ) -> tuple[Plan, list[list[int]]]:
-    """The plan of one micro-batch with the step's end, and the gradients of each bucket by their numbers."""
+    """The plan of one micro-batch with the step's end, and the gradients of each bucket by their numbers.
+
+    ``whole_matrices`` are the parts whose matrices the optimizer updates whole.
+    """
     plan = compute_plan(chain, schedule, cut)
     buckets = bucket_gradients(plan, gradients, schedule.ddp_bucket_size or max(40_000_000, 1_000_000 * data_parallel))
     sharding = schedule.sharding if data_parallel > 1 else "no_shard"  # one replica has nobody to share with
     plan = reduce_gradients(plan, buckets.parts, schedule.overlap_grad_reduce, buckets.replica, sharding)
+    plan = orthogonalize(plan, whole_matrices) if whole_matrices else plan
     return gather_parameters(plan, schedule.overlap_param_gather) if plan.slicing.zero else plan, buckets.gradients
 
 

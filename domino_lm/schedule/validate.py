@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from domino_lm.schedule.ops import DP_LINK, Kind, Op, Value, dataflow, is_gather, uses_weights
+from domino_lm.schedule.ops import DP_LINK, Kind, Op, Value, concerns_matrices, dataflow, is_gather, uses_weights
 from domino_lm.schedule.passes import step_templates
 from domino_lm.schedule.plan import Plan
 
@@ -57,7 +57,7 @@ def validate(plan: Plan) -> None:
                 raise _fault(plan, position, f"uses parameters of bucket {bucket}, whose gather has not been waited for")
             if bucket in closed and "grad" in flow.writes:
                 raise _fault(plan, position, f"changes a gradient of bucket {bucket} after its reduction has started")
-        if op.phase == "S" and not is_gather(op):
+        if op.phase == "S" and not is_gather(op) and not concerns_matrices(op):
             (closed.discard if op.kind is Kind.WAIT and plan.slicing.sharding == "optim_grads" else closed.add)(op.part)
         if stepped is not None and not is_gather(op):
             raise _fault(plan, position, "follows the optimizer's step, but nothing may except gathers of its parameters")

@@ -6,10 +6,11 @@ from typing import NamedTuple
 from domino_lm.config.settings import ModelConfig
 from domino_lm.model.families.lookup import family_of
 from domino_lm.model.shapes import FP32_BYTES, MAIN_GRAD_BYTES, PartShape, Rank, Traffic
-from domino_lm.schedule.ops import DP_LINK, Kind, Op, Slicing, is_gather
+from domino_lm.schedule.ops import DP_LINK, Kind, Op, Slicing, concerns_matrices, is_gather
 from domino_lm.schedule.plan import Plan
 from domino_lm.simulate.hardware import CoreAttention, Gemm, Hardware, Pass
 from domino_lm.simulate.links import Group, Transfer
+from domino_lm.simulate.matrix_updates import MOMENTUM_BYTES, OWN_BYTES, WHOLE_BYTES, MatrixUpdates, matrix_elements
 
 STEP_BYTES = 32
 """AdamW for one parameter: gradient, master weight and two moments read, three written, the weight written, in fp32."""
@@ -64,6 +65,8 @@ class Shapes:
 
     masked: bool = False
     """Whether samples have attention masks, which fused kernels read as numbers of the model's type."""
+    matrices: MatrixUpdates | None = None
+    """How matrices are updated whole, if the plan does that."""
 
     @property
     def replicas_share(self) -> int:
@@ -79,6 +82,11 @@ class Shapes:
     def updated(self) -> float:
         """Weights that one rank updates."""
         return self.parameters / (self.data_parallel if self.slicing.zero else 1)
+
+    @property
+    def in_whole_matrices(self) -> int:
+        """Weights on one rank that are updated as parts of whole matrices."""
+        return sum(matrix_elements(self.parts[part]) for part in self.slicing.orthogonalized)
 
     def bucket_elements(self, bucket: int) -> float:
         """Weights in a gradient bucket; of buckets that share a part's, the shares are taken as equal."""
@@ -128,8 +136,12 @@ def shapes_of(
     micro_batch_size: int,
     data_parallel: int = 1,
     masked: bool = False,
+    matrices: MatrixUpdates | None = None,
 ) -> Shapes:
-    """Shape records of ``plan`` on one of ``tensor_parallel`` x ``data_parallel`` ranks; ``masked`` if samples have attention masks."""
+    """Shape records of ``plan`` on one of ``tensor_parallel`` x ``data_parallel`` ranks; ``masked`` if samples have attention masks.
+
+    ``matrices`` says how the plan updates whole ones.
+    """
     sizes = plan.slicing.row_sizes
     if plan.slicing.sequence_rows:
         offsets = [sum(sizes[:row]) for row in range(len(sizes))]
@@ -145,6 +157,7 @@ def shapes_of(
         hardware.composes_kernels,
         data_parallel,
         masked,
+        matrices,
     )
 
 
@@ -210,13 +223,31 @@ def _local_cost(op: Op, part: PartShape, tokens: float, shapes: Shapes) -> Work:
 
 def _step_cost(op: Op, shapes: Shapes) -> Work:
     """A bucket's reduction, the gather of its updated parameters, or the optimizer's step."""
+    if concerns_matrices(op):
+        return _matrix_cost(op, shapes)
     if op.kind is Kind.START:
         collective = shapes.slicing.collective(op)
         size = collective.size * (shapes.element_bytes if is_gather(op) else MAIN_GRAD_BYTES)
         return Work(traffic=collective.traffic, transfer_bytes=shapes.bucket_elements(op.part) * size, link=op.lane)
     if op.kind is Kind.STEP:
-        return Work(passes=(Pass("step", shapes.updated * STEP_BYTES, 10),))
+        return Work(passes=(Pass("step", (shapes.updated - shapes.in_whole_matrices) * STEP_BYTES, 10),))
     raise ValueError(f"{op} has no cost: {op.kind} does not exist in phase S")
+
+
+def _matrix_cost(op: Op, shapes: Shapes) -> Work:
+    """Matrices that are updated whole: their momentum, its gather in fp32, and on every rank the whole iteration.
+
+    The iteration's products are priced at the training dtype's rate.
+    """
+    assert shapes.matrices is not None, "who plans updates of whole matrices says how they are made"
+    if op.kind is Kind.MOMENTUM:
+        return Work(passes=(Pass("step", shapes.in_whole_matrices * MOMENTUM_BYTES, 10),))
+    part = shapes.parts[op.part]
+    own = matrix_elements(part)
+    whole = own * shapes.tensor_parallel
+    if op.kind is Kind.START:
+        return Work(traffic=shapes.slicing.collective(op).traffic, transfer_bytes=whole * MAIN_GRAD_BYTES, link=op.lane)
+    return Work(shapes.matrices.gemms(part, shapes.tensor_parallel), passes=(Pass("step", whole * WHOLE_BYTES + own * OWN_BYTES, 10),))
 
 
 def _wgrad_cost(part: PartShape, tokens: int, size: int) -> Work:

@@ -11,6 +11,9 @@ from domino_lm.simulate.costs import Shapes
 OPTIMIZER_BYTES = 8
 """AdamW's two moments, fp32; a master weight of 4 comes on top if weights are narrower."""
 
+MATRIX_BYTES = 4
+"""Of a matrix that is updated whole: its momentum, fp32; a master weight likewise."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -34,16 +37,18 @@ def memory_of(ops: Iterable[Op], shapes: Shapes, *, gradient_bytes: int = MAIN_G
 
     Where the plan shares them out, a rank keeps 1 / data-parallel size of the optimizer's state, and of gradients in fp32.
     A gradient takes ``gradient_bytes``, what the optimizer keeps of a weight ``optimizer_bytes``: by default fp32 moments, and a
-    master weight if weights are narrower.
+    master weight if weights are narrower. Of matrices that the plan updates whole it keeps momentum and master weight.
     """
-    parameters, size = shapes.parameters, shapes.element_bytes
+    parameters, size, matrices = shapes.parameters, shapes.element_bytes, shapes.in_whole_matrices
+    master_bytes = 4 if size < 4 else 0
     if optimizer_bytes is None:
-        optimizer_bytes = OPTIMIZER_BYTES + (4 if size < 4 else 0)
+        optimizer_bytes = OPTIMIZER_BYTES + master_bytes
+    kept = (shapes.updated - matrices) * optimizer_bytes + matrices * (MATRIX_BYTES + master_bytes)
     ops = list(ops)
     gradients = float(parameters * gradient_bytes)
     if shapes.slicing.sharding == "optim_grads":
         gradients = shapes.updated * MAIN_GRAD_BYTES + peak_gradients(ops, shapes) * gradient_bytes
-    return Memory(parameters * size, gradients, shapes.updated * optimizer_bytes, peak_activations(ops, shapes))
+    return Memory(parameters * size, gradients, kept, peak_activations(ops, shapes))
 
 
 def peak_gradients(ops: Sequence[Op], shapes: Shapes) -> float:

@@ -18,6 +18,7 @@ from domino_lm.schedule.plan import Plan
 from domino_lm.schedule.step import Gradient, step_plan
 from domino_lm.simulate.costs import Shapes, model_parts, shapes_of
 from domino_lm.simulate.hardware import Hardware
+from domino_lm.simulate.matrix_updates import MatrixUpdates, parts_with_matrices
 from domino_lm.simulate.memory import Memory, memory_of
 from domino_lm.simulate.simulator import Simulation, simulate
 
@@ -50,6 +51,8 @@ class Setting:
 
     masked: bool = False
     """Whether samples have attention masks (--reset-attention-mask)."""
+    matrices: MatrixUpdates | None = None
+    """How the optimizer updates whole matrices; None: it does not."""
 
     @classmethod
     def of(cls, run: RunConfig, world_size: int, hardware: Hardware) -> Self:
@@ -63,6 +66,7 @@ class Setting:
             micro_batch_size=size,
             micro_batches=global_batch_size(run, world_size) // (size * replicas),
             masked=run.data.reset_attention_mask,
+            matrices=MatrixUpdates.of(run.optimizer),
         )
 
     @property
@@ -186,10 +190,11 @@ def planned(setting: Setting, schedule: ScheduleConfig, *, serial: bool = False)
     """
     parts = model_parts(setting.model, setting.tensor_parallel, setting.hardware, setting.masked)
     gradients = list(_gradients(parts, setting.tensor_parallel))
-    plan, _ = step_plan(parts, schedule, resolve_cut(schedule, setting.uncut), gradients, setting.data_parallel)
+    whole = parts_with_matrices(parts) if setting.matrices else ()
+    plan, _ = step_plan(parts, schedule, resolve_cut(schedule, setting.uncut), gradients, setting.data_parallel, whole)
     plan = serialize(plan) if serial else plan
     layout = (setting.tensor_parallel, setting.hardware, setting.micro_batch_size, setting.data_parallel)
-    return plan, shapes_of(setting.model, plan, *layout, masked=setting.masked)
+    return plan, shapes_of(setting.model, plan, *layout, masked=setting.masked, matrices=setting.matrices)
 
 
 def _gradients(parts: Sequence[PartShape], tensor_parallel: int) -> Iterator[Gradient]:

@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import not_
 
 from domino_lm.config.settings import ConfigError
-from domino_lm.schedule.ops import COMPUTE, DP_LINK, Kind, Op, Slicing
+from domino_lm.schedule.ops import ALL_ROWS, COMPUTE, DP_LINK, Kind, Op, Slicing, concerns_matrices
 from domino_lm.schedule.passes import micro_batch, step_templates
 from domino_lm.schedule.plan import Plan
 from domino_lm.simulate.costs import Shapes, cost
@@ -24,6 +24,8 @@ WORK = {
     "RECOMPUTE B": "{part}: computed again from what forward kept",
     "LOSS F": "cross entropy, and the gradient of the logits",
     "STEP S": "gradient norm, clipping, optimizer",
+    "MOMENTUM S": "gradient norm, clipping, momentum of all matrices",
+    "ORTHOGONALIZE S": "{part}: Newton-Schulz on its whole matrices, and their update",
     "BODY F attention": "attention: GEMM for queries, keys and values, then attention itself",
     "BODY B attention": "attention: dgrad of the output GEMM, backward of attention itself",
     "BODY F embedding": "embedding: which tokens lie in this rank's part of the vocabulary",
@@ -44,6 +46,7 @@ TRAVELS = {
     "saved_input B": "{part} input",
     "gradients S": "gradients of bucket {bucket}",
     "parameters S": "parameters of bucket {bucket}",
+    "momentum S": "momentum of {part}",
 }
 """What a collective moves, by what it passes and the phase."""
 
@@ -75,8 +78,8 @@ def plan_text(plan: Plan, shapes: Shapes, micro_batches: int, layer: int | None 
 
 def _touches(op: Op, parts: frozenset[int], slicing: Slicing) -> bool:
     """Whether an op is one of ``parts``, or carries their gradients or parameters."""
-    if op.phase == "S":
-        return op.kind is not Kind.STEP and bool(parts & slicing.buckets[op.part])
+    if op.phase == "S" and (op.kind is Kind.MOMENTUM or not concerns_matrices(op)):
+        return op.kind not in (Kind.STEP, Kind.MOMENTUM) and bool(parts & slicing.buckets[op.part])
     return op.part in parts
 
 
@@ -121,7 +124,8 @@ def _remarks(ops: Sequence[Op], shapes: Shapes) -> Iterator[str]:
         text, before, after = (shapes.parts[part].name if 0 <= part <= slicing.last else "" for part in (op.part, op.part - 1, op.part + 1))
         if op.kind not in (Kind.START, Kind.WAIT):
             key = f"{op.kind.name} {op.phase}"
-            yield WORK.get(f"{key} {text}", WORK[key]).format(part=text, before=before, after=after)
+            done = WORK.get(f"{key} {text}", WORK[key]).format(part=text, before=before, after=after)
+            yield "optimizer of all other weights" if op.kind is Kind.STEP and slicing.orthogonalized else done
             continue
         collective = slicing.collective(op)
         moved = TRAVELS[f"{collective.passes} {op.phase}"].format(part=text, bucket=op.part)
@@ -162,9 +166,13 @@ def _activities(ops: Sequence[Op], shapes: Shapes) -> str:
 def _activity(op: Op, micro: int, shapes: Shapes) -> str:
     if op.kind is Kind.STEP:
         return "the optimizer"
+    if op.kind is Kind.MOMENTUM:
+        return "the momentum"
     name = shapes.parts[op.part].name
-    what = {Kind.WGRAD: " wgrad", Kind.RECOMPUTE: " again"}.get(op.kind, " backward" if op.phase == "B" else "")
-    row = "" if shapes.slicing.rows == 1 else f" row {op.row}"
+    what = {Kind.WGRAD: " wgrad", Kind.RECOMPUTE: " again", Kind.ORTHOGONALIZE: " update"}.get(
+        op.kind, " backward" if op.phase == "B" else ""
+    )
+    row = "" if shapes.slicing.rows == 1 or op.row == ALL_ROWS else f" row {op.row}"
     return f"{name}{what}{row}{f' of m{op.micro}' if op.micro != micro else ''}"
 
 

@@ -1,9 +1,9 @@
-"""AdamW and SGD with Megatron's groups of parameters, fed from ``main_grad``, and the global gradient norm over tensor parallelism."""
+"""AdamW, SGD and Muon with Megatron's groups of parameters, fed from ``main_grad``, and the global gradient norm over tensor parallelism."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,63 +12,15 @@ from torch.optim.sgd import sgd
 
 from domino_lm.config.settings import OptimizerConfig
 from domino_lm.model.parameter import Parameter
-from domino_lm.model.parameter_groups import GROUPS, MOMENTS, Group, Moment
+from domino_lm.model.parameter_groups import GROUPS, MOMENTS, Group, Moment, is_layer_matrix, moments_of_weight
 from domino_lm.parallel.buckets import GradientBuckets
 from domino_lm.parallel.collectives import Communicator
 from domino_lm.training.loss_scale import LossScale
+from domino_lm.training.muon import MovedMatrix, Muon
+from domino_lm.training.piece import Piece
 
 WIDENED_ELEMENTS = 2**24
 """Elements whose narrow state is widened at a time: 64 MiB of fp32 for each of gradients and moments."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The elements of one parameter that this rank updates: ``start`` to ``stop`` of its flattened weights.
-
-    ``main`` is what AdamW updates: the parameter's own memory, or an fp32 copy of a narrower one (a master weight). It has
-    the parameter's shape if the piece is the whole parameter, and is 1-D elsewhere. The gradient is ``gradient``
-    [stop - start] if data-parallel ranks hold shares, and else lies in ``main_grad``.
-    """
-
-    parameter: Parameter
-    start: int
-    stop: int
-    main: Tensor
-    gradient: Tensor | None = None
-
-    @classmethod
-    def of(cls, parameter: Parameter, start: int = 0, stop: int | None = None, gradient: Tensor | None = None) -> Self:
-        """All of a parameter, or elements that this rank owns; its ``main`` begins as the weights are."""
-        piece = cls(parameter, start, parameter.numel() if stop is None else stop, parameter.detach(), gradient)
-        return replace(piece, main=piece.weights.to(torch.promote_types(parameter.dtype, torch.float32)))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of its parameter."""
-        return self.stop - self.start == self.parameter.numel()
-
-    @property
-    def is_owned(self) -> bool:
-        """Whether no other data-parallel rank updates it."""
-        return self.gradient is not None
-
-    @property
-    def is_master(self) -> bool:
-        """Whether ``main`` is a copy, which has to be brought back into the parameter after an update."""
-        return self.main.dtype != self.parameter.dtype
-
-    @property
-    def weights(self) -> Tensor:
-        """The parameter's memory of these elements, shaped like ``main``."""
-        return self._of(self.parameter.detach())
-
-    @property
-    def grad(self) -> Tensor:
-        """Their gradient, a view shaped like ``main``; the bucket may hold it in another dtype."""
-        return self._of(self.parameter.main_grad) if self.gradient is None else self.gradient.view(self.main.shape)
-
-    def _of(self, whole: Tensor) -> Tensor:
-        return whole if self.is_whole else whole.view(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True)
@@ -95,13 +47,14 @@ class Rates:
 
 
 class Optimizer:
-    """AdamW or SGD over a rank's pieces of its parameters, with clipping by the global norm.
+    """AdamW, SGD or Muon over a rank's pieces of its parameters, with clipping by the global norm.
 
     Pieces are whole parameters, or under the distributed optimizer what this rank owns of ``gradients``, whose norm is summed
-    over ``world``; they use the parameters' memory of that moment. ``moments`` hold, by the name of a checkpoint, what the
-    optimizer keeps (AdamW's ``exp_avg`` and ``exp_avg_sq``, SGD's ``momentum_buffer``) in the order of ``pieces``, each of its
-    ``main``'s shape, from the start, so that a checkpoint can be loaded before the first step. Those of AdamW are kept in
-    ``moment_dtypes``, by default as ``main`` is, and updated in ``main``'s dtype. ``embeddings_decay`` is false if embeddings
+    over ``world``; they use the parameters' memory of that moment. ``kept`` holds, in the order of ``pieces`` and by the name of a
+    checkpoint, what the optimizer keeps of each (AdamW ``exp_avg`` and ``exp_avg_sq``, SGD and Muon ``momentum_buffer``), of its
+    ``main``'s shape, from the start, so that a checkpoint can be loaded before the first step. AdamW's are kept in
+    ``moment_dtypes``, by default as ``main`` is, and updated in ``main``'s dtype. Muon updates the matrices of layers, together those that
+    ``matrix_parts`` names by part (by default each by itself), and AdamW its other weights. ``embeddings_decay`` is false if embeddings
     take no weight decay. ``main_grad`` must be reduced over data parallelism before `step`, and hold gradients of a
     loss multiplied by ``loss_scale`` if one is given.
     """
@@ -118,6 +71,7 @@ class Optimizer:
         loss_scale: LossScale | None = None,
         kernel: Callable[..., None] = adamw,
         embeddings_decay: bool = True,
+        matrix_parts: Mapping[int, Sequence[Parameter]] | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.tp = tp
@@ -130,14 +84,28 @@ class Optimizer:
         self.clip_grad = config.clip_grad
         self._kernel = kernel
         self._config = config
-        kept = {"adam": zip(MOMENTS["adam"], moment_dtypes or (None, None), strict=True), "sgd": [(MOMENTS["sgd"][0], None)]}
-        self.moments: dict[Moment, list[Tensor]] = {
-            name: [torch.zeros_like(piece.main, dtype=dtype) for piece in self.pieces] for name, dtype in kept[config.optimizer]
+        dtypes: dict[Moment, torch.dtype | None] = dict(zip(MOMENTS["adam"], moment_dtypes or (None, None), strict=True))
+        self.kept: list[dict[Moment, Tensor]] = [
+            {
+                name: torch.zeros_like(piece.main, dtype=dtypes.get(name))
+                for name in moments_of_weight(MOMENTS[config.optimizer], piece.parameter.spec)
+            }
+            for piece in self.pieces
+        ]
+        self._in_matrices = {
+            i for i, piece in enumerate(self.pieces) if config.optimizer == "muon" and is_layer_matrix(piece.parameter.spec)
         }
+        self.muon = self._muon(matrix_parts) if config.optimizer == "muon" else None
+        self._begun: tuple[StepInfo, Tensor | None] | None = None
         parts = {"embeddings_decay": embeddings_decay, "decoupled": config.decoupled_lr is not None}
         self._groups = [Group.of(piece.parameter.spec.name, piece.parameter.dim(), **parts) for piece in self.pieces]
         self._steps = [torch.zeros((), dtype=torch.float32, device=piece.main.device) for piece in self.pieces]
         self._masters = [piece for piece in self.pieces if piece.is_master]
+
+    @property
+    def moments(self) -> dict[Moment, list[Tensor]]:
+        """All that the optimizer keeps, by name; of pieces without one of a name there is none."""
+        return {name: [kept[name] for kept in self.kept if name in kept] for name in MOMENTS[self._config.optimizer]}
 
     @property
     def exp_avg(self) -> list[Tensor]:
@@ -207,17 +175,43 @@ class Optimizer:
         A norm that is not finite, or a ``bad_loss`` above 0 (0-d float32, the same on every rank), leaves weights, moments
         and step count as they were; the caller sees it in the result. The loss scale is brought up to date.
         """
+        rates = rates if isinstance(rates, Rates) else Rates(rates)
+        self.begin(bad_loss)
+        for part in () if self.muon is None else self.muon.matrices:
+            assert self.muon is not None
+            self.update_matrices(part, self.muon.gather_start(part).wait(), rates)
+        return self.finish(rates)
+
+    @torch.no_grad()
+    def begin(self, bad_loss: Tensor | None = None) -> StepInfo:
+        """The first half of `step`: norm, clipping factor, and Muon's momentum. Muon's matrices may then be updated, before `finish`."""
         norm = self.gradient_norm()
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.value
         found_inf = torch.logical_not(torch.isfinite(norm)).to(torch.float32)
         if bad_loss is not None:
             found_inf = torch.maximum(found_inf, bad_loss.clamp(max=1.0))
-        self._update(rates if isinstance(rates, Rates) else Rates(rates), self._divisor(norm), found_inf)
+        info, divisor = StepInfo(grad_norm=norm, found_inf=found_inf), self._divisor(norm)
+        self._begun = info, divisor
+        if self.muon is not None:
+            self.muon.advance(divisor, found_inf)
+        return info
+
+    def update_matrices(self, part: int, gathered: Tensor, rates: Rates) -> None:
+        """Update Muon's matrices of a part by what `Muon.gather_start` has gathered."""
+        assert self.muon is not None, "only Muon updates whole matrices"
+        self.muon.update(part, gathered, rates.lr, self._weight_decay(rates))
+
+    @torch.no_grad()
+    def finish(self, rates: Rates) -> StepInfo:
+        """The second half of `step`, which updates all weights but Muon's matrices, and rounds master weights into all parameters."""
+        assert self._begun is not None, "a step is begun before it is finished"
+        (info, divisor), self._begun = self._begun, None
+        self._update(rates, divisor, info.found_inf)
         self.write_parameters()
         if self.loss_scale is not None:
-            self.loss_scale.update(found_inf)
-        return StepInfo(grad_norm=norm, found_inf=found_inf)
+            self.loss_scale.update(info.found_inf)
+        return info
 
     @torch.no_grad()
     def write_parameters(self) -> None:
@@ -240,12 +234,14 @@ class Optimizer:
         return clip if scale is None else clip * scale
 
     def _update(self, rates: Rates, divisor: Tensor | None, found_inf: Tensor) -> None:
-        """Update every piece, its gradient divided by ``divisor``; nothing if ``found_inf`` is 1."""
-        update = self._adamw if self._config.optimizer == "adam" else self._sgd
-        decay = self._config.weight_decay if rates.weight_decay is None else rates.weight_decay
+        """Update every piece but Muon's, its gradient divided by ``divisor``; nothing if ``found_inf`` is 1."""
+        update = self._sgd if self._config.optimizer == "sgd" else self._adamw
+        decay = self._weight_decay(rates)
+        if self.muon is not None:
+            torch._foreach_add_([self._steps[i] for i in self._in_matrices], 1 - found_inf)
         for group, indices in self._runs():
             mains = [self.pieces[i].main for i in indices]
-            kept = [[moments[i] for i in indices] for moments in self.moments.values()]
+            kept = [[self.kept[i][name] for i in indices] for name in self.kept[indices[0]]]
             wide = [_like(moments, mains) for moments in kept]
             lr = rates.lr if rates.decoupled_lr is None or not group.decoupled else rates.decoupled_lr
             steps = [self._steps[i] for i in indices]
@@ -256,6 +252,20 @@ class Optimizer:
             for narrow, exact in zip(chain(*kept), chain(*wide), strict=True):
                 if narrow is not exact:
                     narrow.copy_(exact)
+
+    def _weight_decay(self, rates: Rates) -> float:
+        return self._config.weight_decay if rates.weight_decay is None else rates.weight_decay
+
+    def _muon(self, parts: Mapping[int, Sequence[Parameter]] | None) -> Muon:
+        """The optimizer of the matrices among the pieces."""
+        assert all(piece.is_whole and not piece.is_owned for piece in self.pieces), "Muon needs matrices whole"
+        matrices = {
+            piece.parameter: MovedMatrix(piece, self.kept[i]["momentum_buffer"])
+            for i, piece in enumerate(self.pieces)
+            if i in self._in_matrices
+        }
+        together = parts or dict(enumerate([matrix] for matrix in matrices))
+        return Muon({part: [matrices[parameter] for parameter in members] for part, members in together.items()}, self._config, self.tp)
 
     def _adamw(self, mains: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]], steps: list[Tensor], **settings: Any) -> None:
         config = self._config
@@ -289,14 +299,14 @@ class Optimizer:
         )
 
     def _runs(self) -> Iterator[tuple[Group, list[int]]]:
-        """Pieces that are updated together, by their numbers, and their group: all of it, or few if state is narrow."""
+        """Pieces that are updated together, by their numbers, and their group: all of it but Muon's, or few if state is narrow."""
         for group in GROUPS:
             run: list[int] = []
             elements = 0
             for i, piece in enumerate(self.pieces):
-                if self._groups[i] != group:
+                if self._groups[i] != group or i in self._in_matrices:
                     continue
-                narrow = {*(moments[i].dtype for moments in self.moments.values()), piece.grad.dtype} != {piece.main.dtype}
+                narrow = {*(moment.dtype for moment in self.kept[i].values()), piece.grad.dtype} != {piece.main.dtype}
                 if narrow and run and elements + piece.main.numel() > WIDENED_ELEMENTS:
                     yield group, run
                     run, elements = [], 0

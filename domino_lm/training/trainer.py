@@ -28,6 +28,7 @@ from domino_lm.data.continued import DataRecord
 from domino_lm.data.epochs import EpochCount
 from domino_lm.model.batch import MicroBatch
 from domino_lm.model.parameter import dtype_of
+from domino_lm.model.parameter_groups import layer_matrices
 from domino_lm.model.stack import Stack
 from domino_lm.parallel.mesh import ParallelMesh
 from domino_lm.parallel.progress import Cell, Progress, Stage
@@ -43,6 +44,7 @@ from domino_lm.training.loss_scale import LossScale
 from domino_lm.training.lr_schedule import LearningRateSchedule
 from domino_lm.training.nan_dump import NanDump, PastStep
 from domino_lm.training.optimizer import Optimizer, Rates
+from domino_lm.training.planned_muon import PlannedMuon
 from domino_lm.training.run_data import MicroBatches, RunData, evaluation_batches
 from domino_lm.training.saving import SaveError, Saves, TrainingError
 from domino_lm.training.step_checks import StepChecks
@@ -119,7 +121,10 @@ class Trainer:
         self.batch_size = self.batch_plan.full
         self.loss_scale = LossScale.of(run.precision, mesh.device)
         narrow = dtype_of(run.precision.gradient_dtype) if run.precision.gradient_bytes < 4 else None
-        self.plan, gradients = prepare_plan(stack, mesh, run.schedule, run.training.micro_batch_size, run.model.seq_length, narrow)
+        matrices = layer_matrices(stack.parts) if run.optimizer.optimizer == "muon" else {}
+        self.plan, gradients = prepare_plan(
+            stack, mesh, run.schedule, run.training.micro_batch_size, run.model.seq_length, narrow, tuple(matrices)
+        )
         moments = (run.precision.exp_avg_dtype, run.precision.exp_avg_sq_dtype)
         self.optimizer = Optimizer(
             stack.parameters(),
@@ -131,6 +136,7 @@ class Trainer:
             world=mesh.world,
             kernel=find_adamw(run.kernels, mesh.device),
             embeddings_decay=run.model.embedding_init_method_std is None,
+            matrix_parts=matrices,
         )
         self._learning_rates = torch.zeros(2, dtype=torch.float32, device=mesh.device)  # where a captured step reads them
         self.executor = build_executor(
@@ -144,6 +150,7 @@ class Trainer:
             per_token_loss=run.training.calculate_per_token_loss,
             loss_scale=None if self.loss_scale is None else self.loss_scale.value,
             progress=self.progress.cells,
+            matrices=PlannedMuon(self.optimizer, self._bad_loss, self._rates) if matrices else None,
         )
         self.lr_schedule = LearningRateSchedule.of(run.optimizer, self.batch_plan)
         self.iteration = 0
@@ -388,16 +395,17 @@ class Trainer:
         self.console(f"resumed from {checkpoint.load} at iteration {found}, {self.consumed_samples} samples consumed")
 
     def _update(self, loss_sum: torch.Tensor) -> list[torch.Tensor]:
-        """What the plan's STEP op does: gradient norm, whether the step was skipped, and what else is logged.
-
-        A loss that is not finite on any replica keeps the weights as they are.
-        """
-        logging = self.run.logging
-        bad_loss = torch.logical_not(torch.isfinite(loss_sum)).to(torch.float32)
-        zeros = [self.optimizer.zero_gradients()] if logging.log_num_zeros_in_grad else []
-        info = self.optimizer.step(self._rates(), self.mesh.dp.all_reduce(bad_loss))
+        """What the plan's STEP op does: gradient norm, whether the step was skipped, and what else is logged."""
+        logging, optimizer = self.run.logging, self.optimizer
+        zeros = [optimizer.zero_gradients()] if logging.log_num_zeros_in_grad else []
+        begun = bool(self.plan.slicing.orthogonalized)  # by the plan's own ops
+        info = optimizer.finish(self._rates()) if begun else optimizer.step(self._rates(), self._bad_loss(loss_sum))
         norm = [self.optimizer.parameter_norm()] if logging.log_params_norm else []
         return [info.grad_norm, info.found_inf, *zeros, *norm]
+
+    def _bad_loss(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Above 0 if the loss is not finite on any replica, which keeps the weights as they are."""
+        return self.mesh.dp.all_reduce(torch.logical_not(torch.isfinite(loss_sum)).to(torch.float32))
 
     def _rates(self) -> Rates:
         """The step's learning rates, in device memory if the update is captured and must not hold their numbers."""

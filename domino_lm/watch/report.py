@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, is_gather
+from domino_lm.schedule.ops import COMPUTE, DP_LINK, TP_LINK, Kind, Op, concerns_matrices, is_gather
 from domino_lm.schedule.timeline import LANE_NAMES, Span, Timeline, whole_file
 
 LANES = (COMPUTE, TP_LINK, DP_LINK)
@@ -78,6 +78,8 @@ def _span_data(span: Span, waits: dict[Op, list[Span]]) -> dict[str, Any]:
 
 def _about(op: Op) -> str:
     """An op's name spelled out."""
+    if concerns_matrices(op):
+        return f"{op.kind}, momentum of matrices{f' of part {op.part}' if op.kind is not Kind.MOMENTUM else ''}"
     if op.phase == "S":
         what = "updated parameters" if is_gather(op) else "gradients"
         return f"{op.kind}, {op.collective}, {what} of bucket {op.part}" if op.kind is not Kind.STEP else "optimizer step"

@@ -18,6 +18,7 @@ from domino_lm.schedule.passes import (
     gather_parameters,
     last_writers,
     micro_batch,
+    orthogonalize,
     pair_micro_batches,
     recompute,
     reduce_gradients,
@@ -94,7 +95,8 @@ def all_plans(draw: st.DrawFn) -> Plan:
     plan = recompute(plan, full, core) if full | core else plan
     plan = pair_micro_batches(plan) if groups == 1 and draw(st.booleans()) else plan
     sharding = draw(st.sampled_from(SHARDINGS))
-    return with_step(plan, draw(st.integers(1, 3)), draw(st.booleans()), sequence_parallel, sharding, draw(st.booleans()))
+    plan = with_step(plan, draw(st.integers(1, 3)), draw(st.booleans()), sequence_parallel, sharding, draw(st.booleans()))
+    return orthogonalize(plan, inner) if sharding == "no_shard" and draw(st.booleans()) else plan
 
 
 @given(all_plans())

@@ -17,6 +17,7 @@ from domino_lm.checkpoint.index import CheckpointError
 from domino_lm.checkpoint.publish import publish
 from domino_lm.checkpoint.retention import saving_in
 from domino_lm.config.settings import ModelConfig
+from domino_lm.model.parameter_groups import MOMENTS
 
 RELEASE = "release"
 
@@ -63,6 +64,11 @@ def convert(
     stored = with_vocabulary(open_stored(load, iteration, model), vocab_size).with_dtype(dtype)
     if not optimizer:
         stored = stored.without_optimizer()
+    if to in ("megatron-torch_dist", "megatron-legacy") and stored.optimizer_steps is not None and stored.moments == MOMENTS["muon"]:
+        raise CheckpointError(
+            f"{stored.path}: it holds the momentum of Muon, whose settings Megatron's format keeps in a form that is not written; "
+            "give --no-optimizer to convert weights alone"
+        )
     check_tensor_parallel(stored.model, tensor_parallel)
     final, tracked_as = _target(stored, save, to)
     if final.exists() and (final.is_file() or any(final.iterdir())):

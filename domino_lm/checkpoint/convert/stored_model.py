@@ -19,7 +19,7 @@ from domino_lm.config.settings import ModelConfig
 from domino_lm.model.build import build_stack
 from domino_lm.model.families.lookup import family_of
 from domino_lm.model.parameter import ParameterSpec
-from domino_lm.model.parameter_groups import Moment
+from domino_lm.model.parameter_groups import Moment, moments_of_weight
 from domino_lm.parallel.collectives import Communicator
 
 # Megatron's order of the parameters of a layer, by which its optimizer numbers them.
@@ -138,5 +138,5 @@ def with_vocabulary(stored: StoredModel, vocab_size: int | None) -> StoredModel:
 
 def tensors(stored: StoredModel, roles: tuple[Role, ...]) -> Iterator[tuple[ParameterSpec, Role]]:
     """Everything to write: all weights, then all moments of a kind, then those of the next."""
-    specs = stored.specs()
-    return ((spec, role) for role in roles for spec in specs)
+    specs = [(spec, ("weight", *moments_of_weight(stored.moments, spec))) for spec in stored.specs()]
+    return ((spec, role) for role in roles for spec, kept in specs if role in kept)

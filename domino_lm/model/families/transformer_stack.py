@@ -50,10 +50,10 @@ class TransformerBuilder:
     def _attention(self, layer: int) -> Attention:
         model = self.model
         groups, width, heads = model.query_groups, model.head_width, model.num_attention_heads
-        rows = (heads + 2 * groups) * width
+        rows, turn = (heads + 2 * groups) * width, (heads // groups * width, width, width)
         return Attention(
             self.tp,
-            self.weights.matrix("self_attention.linear_qkv.weight", (rows, model.hidden_size), 0, layer),
+            self.weights.matrix("self_attention.linear_qkv.weight", (rows, model.hidden_size), 0, layer, matrix_rows=turn),
             self.weights.matrix("self_attention.linear_proj.weight", (model.hidden_size, heads * width), 1, layer, std=self.output_std),
             self._bias(layer, "self_attention.linear_qkv.bias", rows),
             groups=groups,
