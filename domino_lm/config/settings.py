@@ -308,7 +308,7 @@ class OptimizerConfig:
     sgd_momentum: Fraction = 0.9
     """Share of the former update that SGD keeps."""
 
-    muon_momentum: Fraction = 0.95
+    muon_momentum: Fraction = 0.9
     """Share of the former momentum that Muon keeps; the gradient makes up the rest."""
 
     muon_nesterov: bool = False

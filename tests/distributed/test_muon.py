@@ -288,7 +288,7 @@ def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_all_else(tokens: 
     masters = sum(piece.main.nbytes for piece in trainer.optimizer.pieces)
     kept = sum(moment.nbytes for moments in trainer.optimizer.kept for moment in moments.values())
     assert memory_estimate(run, 1, "cpu").optimizer == masters + kept
-    assert "Muon for the matrices of layers: momentum 0.95, 5 Newton-Schulz steps" in str(RunSummary(run, 1))
+    assert "Muon for the matrices of layers: momentum 0.9, 5 Newton-Schulz steps" in str(RunSummary(run, 1))
 
 
 @pytest.mark.long

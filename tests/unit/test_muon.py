@@ -116,8 +116,8 @@ def by_formula(weight: Tensor, gradients: list[Tensor], rows: list[list[int]], n
     """A weight after all steps; ``rows`` are those of each matrix that it holds."""
     momentum = torch.zeros_like(weight)
     for gradient in gradients:
-        momentum = 0.95 * momentum + 0.05 * gradient
-        direction = 0.05 * gradient + 0.95 * momentum if nesterov else momentum
+        momentum = 0.9 * momentum + 0.1 * gradient
+        direction = 0.1 * gradient + 0.9 * momentum if nesterov else momentum
         update = torch.zeros_like(weight)
         for matrix in rows:
             update[matrix] = FACTORS[mode](len(matrix), weight.shape[1]) * by_singular_values(direction[matrix], "quintic")
@@ -148,7 +148,7 @@ def test_updates_equal_the_formula_by_singular_values(nesterov: bool, mode: Any,
 def test_updates_are_those_of_pytorchs_muon(mode: Any, extra: float, name: str) -> None:
     found = parameters(torch.float32)
     theirs = torch.nn.Parameter(found[2].detach().clone())
-    peer = torch.optim.Muon([theirs], lr=0.03, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn=name)
+    peer = torch.optim.Muon([theirs], lr=0.03, weight_decay=0.1, momentum=0.9, nesterov=True, adjust_lr_fn=name)
     settings = {"muon_scale_mode": mode, "muon_extra_scale_factor": extra, "muon_coefficient_type": "simple", "muon_nesterov": True}
     optimizer, begin = optimizer_of(found, **settings), theirs.detach().clone()
     for step in (1, 2, 3):
