@@ -48,6 +48,9 @@ GONE = "torchrun, which started this rank, is gone, so the run ends here and sav
 SECONDS_FOR_RANK_0 = 1.0
 """How long other ranks wait before they leave: torchrun ends all ranks when the first one is gone, and rank 0 has to speak."""
 
+SECONDS_FOR_FIRST_OF_NODE = 5.0
+"""The same for the first rank of a node, which may have started later than the others of a busy node."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says; returns the exit code. Rank 0 alone prints, each error once."""
@@ -372,7 +375,8 @@ def _fail_before_joining(error: Exception, code: int) -> int:
 
     Those that still run after a while have other flags or files than rank 0, or are on another node: the first one there speaks.
     """
-    time.sleep(SECONDS_FOR_RANK_0 * (1 + int(os.environ.get("LOCAL_RANK", "0")) / 2) if int(os.environ.get("RANK", "0")) else 0)
+    rank, of_node = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    time.sleep(SECONDS_FOR_FIRST_OF_NODE + of_node / 2 if of_node else SECONDS_FOR_RANK_0 if rank else 0)
     return _fail(error, code, alone=True)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from domino_lm.checkpoint import owner
-from domino_lm.training import save_folder, trainer
+from domino_lm.training import save_folder, saving, trainer
 from tests.chaos.campaign import Fault
 from tests.chaos.rig import STEPS, Rig, forked, read_until, rest_of
 from tests.full_disk import files_of_at_most
@@ -60,7 +60,7 @@ def disk_full_at_a_save(rig: Rig, rng: random.Random, last: bool) -> None:
     """The disk is full while a checkpoint is written: training goes on and the next save is whole; if it was the last one, the run fails."""
     save, fails = rig.work / "save", {STEPS} if last else set(rng.sample(range(2, STEPS, 2), rng.randint(1, 4)))
     room = rng.choice([0, rng.randint(1, 300_000)])
-    real = trainer.save_checkpoint
+    real = saving.save_checkpoint
 
     def limited(folder: str, iteration: int, *rest: object) -> Path:
         if iteration not in fails:
@@ -68,7 +68,7 @@ def disk_full_at_a_save(rig: Rig, rng: random.Random, last: bool) -> None:
         with files_of_at_most(room):
             return real(folder, iteration, *rest)  # type: ignore[arg-type]
 
-    with mock.patch.object(trainer, "save_checkpoint", limited):
+    with mock.patch.object(saving, "save_checkpoint", limited):
         code, text = rig.train(save)
     rig.require_whole(save)
     if last:
@@ -85,7 +85,7 @@ def disk_full_under_logs(rig: Rig, rng: random.Random) -> None:
     """Logs fill their disk: one warning for each, and the run ends as if nothing had been."""
     save, logs = rig.work / "save", rig.work / "logs"
     room = rng.choice([0, rng.randint(1, 20_000)])
-    real = trainer.save_checkpoint
+    real = saving.save_checkpoint
 
     def unlimited(*rest: object) -> Path:
         with files_of_at_most(-1):
@@ -98,7 +98,7 @@ def disk_full_under_logs(rig: Rig, rng: random.Random) -> None:
             with files_of_at_most(room):
                 return begun(own)
 
-        with mock.patch.object(trainer, "save_checkpoint", unlimited), mock.patch.object(trainer.Trainer, "fit", fit):
+        with mock.patch.object(saving, "save_checkpoint", unlimited), mock.patch.object(trainer.Trainer, "fit", fit):
             return rig.train(save, more=f"--tensorboard-dir {logs} --metrics-file {logs}/metrics.jsonl")
 
     ((code, text),) = forked([run])

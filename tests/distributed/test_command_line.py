@@ -165,8 +165,11 @@ def test_what_is_said_before_the_ranks_have_met_is_said_by_one(
         raise ConfigError("wrong")
 
     monkeypatch.setattr(pretrain, "parse_command", parse)
-    monkeypatch.setattr(pretrain, "SECONDS_FOR_RANK_0", 0)
+    waits: list[float] = []
+    monkeypatch.setattr("domino_lm.pretrain.time.sleep", waits.append)
     monkeypatch.setenv("RANK", rank)
     with warnings.catch_warnings():
         assert pretrain.main([]) == pretrain.EXIT_WRONG_SETTINGS
-    assert capsys.readouterr().err == ("warning: an older checkpoint is taken\nerror: wrong\n" if rank == "0" else "")
+    said = capsys.readouterr().err
+    assert said == ("warning: an older checkpoint is taken\nerror: wrong\n" if rank == "0" else "error: rank 1: wrong\n")
+    assert sum(waits) >= (0 if rank == "0" else 1)  # in which torchrun ends rank 1, since rank 0 is gone

@@ -23,7 +23,7 @@ This page is made by `python tests/unit/test_arguments.py`.
 DOMINO_ONLY = frozenset(
     "--model --mask-padded-vocab --schedule --null-tokenizer-extra-eod --exit-samples --max-skipped-steps --metrics-file --peak-tflops "
     "--timeline --timeline-iteration --compile --compile-backend --cuda-graph --apex-optimizer --nccl-max-ctas "
-    "--cuda-device-max-connections --keep-last --exit-on-save-failure".split()
+    "--cuda-device-max-connections --keep-last --exit-on-save-failure --hang-timeout-seconds --tf32 --dump-on-nan".split()
 )
 """Settings that Megatron does not have, beside those that begin with ``--domino-``."""
 
