@@ -16,7 +16,11 @@ from tests.chaos.campaign import Campaign, Fault, attempt, state_of_sources, tab
 from tests.chaos.rig import Rig, forked
 from tests.chaos.soak import LIMITS, compare, soak, soak_table
 
-KILLED = [partial(kills.killed, moment=kills.IN_A_SAVE), partial(kills.killed, moment=kills.IN_A_STEP, ranks=2)]
+KILLED = [
+    pytest.param(partial(kills.killed, moment=kills.IN_A_SAVE), id="in a save"),
+    pytest.param(partial(kills.killed, moment=kills.IN_A_STEP), id="in a step"),
+    pytest.param(partial(kills.killed, moment=kills.IN_A_STEP, ranks=2), id="torchrun", marks=pytest.mark.long),
+]
 
 
 QUICK = (
@@ -42,7 +46,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inject", KILLED, ids=["one process", "torchrun"])
+@pytest.mark.parametrize("inject", KILLED)
 def test_a_program_that_is_killed_ends_as_if_nothing_had_been(rig: Rig, inject: kills.Victims) -> None:
     rig.new_folder("killed")
     inject(rig, random.Random(1))  # type: ignore[call-arg, arg-type]

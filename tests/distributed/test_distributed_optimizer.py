@@ -284,7 +284,10 @@ def measured(mesh: ParallelMesh, tokens: Path, flags: str) -> tuple[dict[str, in
     return found, {kind: getattr(estimate, kind) for kind in found}, at_rest, live_bytes() - before
 
 
-@pytest.mark.parametrize(("sharding", "precision"), [("plain", "--bf16"), ("optim", ""), ("optim", "--bf16"), ("optim_grads", "")])
+@pytest.mark.parametrize(
+    ("sharding", "precision"),
+    [("plain", "--bf16"), pytest.param("optim", "", marks=pytest.mark.exhaustive), ("optim", "--bf16"), ("optim_grads", "")],
+)
 def test_a_rank_holds_what_the_formula_says(ranks: Ranks, tokens: Path, sharding: str, precision: str) -> None:
     for found, formula, at_rest, live in ranks(4).run(measured, tokens, f"{FLAGS[sharding]} {precision}", tp=1):
         assert found == pytest.approx(formula, rel=0.05)

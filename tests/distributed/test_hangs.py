@@ -194,7 +194,7 @@ def test_ranks_that_fail_alike_are_one_message(job: Job, tmp_path: Path) -> None
     assert ended.text.count("ValueError: the batch is empty") == 1
 
 
-@pytest.mark.parametrize("fault", ["stopped", "raises"])
+@pytest.mark.parametrize("fault", [pytest.param("stopped", marks=pytest.mark.long), "raises"])
 def test_nodes_learn_by_the_store(job: Job, tmp_path: Path, fault: str) -> None:
     ended = job(2, {1: fault}, tmp_path, True)
     assert ended.codes == [1, -signal.SIGKILL if fault == "stopped" else 1]

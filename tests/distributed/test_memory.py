@@ -113,7 +113,7 @@ def estimated(
     return memory_of(chain.from_iterable(step_templates(plan, micro_batches)), shapes)
 
 
-ALWAYS = [("gpt", "two rows"), ("gpt", "full"), ("llama", "baseline"), ("llama", "sequence parallel"), ("gpt with dropout", "baseline")]
+ALWAYS = [("gpt", "full"), ("llama", "sequence parallel"), ("gpt with dropout", "baseline")]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_the_estimate_of_activations_is_within_a_tenth_of_the_measured_peak(rank
     ("model", "schedule"),
     [
         pytest.param("llama", "two rows", marks=pytest.mark.exhaustive),
-        ("gpt", "baseline"),
+        pytest.param("gpt", "baseline", marks=pytest.mark.exhaustive),
         pytest.param("llama", "full", marks=pytest.mark.exhaustive),
         pytest.param("llama", "sequence parallel", marks=pytest.mark.exhaustive),
         pytest.param("gpt with dropout", "two rows", marks=pytest.mark.exhaustive),

@@ -127,7 +127,7 @@ def losses_of(mesh: ParallelMesh, tokens: Path, flags: str, count: int) -> list[
         pytest.param("--bf16", LLAMA_FLAGS, 2, marks=pytest.mark.exhaustive),
         pytest.param("--fp16 --initial-loss-scale 1024", GPT_FLAGS, 2, marks=pytest.mark.exhaustive),
         ("--fp16 --initial-loss-scale 1024", LLAMA_FLAGS, 1),
-        ("--bf16 --grad-reduce-in-bf16 --exp-avg-dtype bf16", LLAMA_FLAGS, 2),
+        pytest.param("--bf16 --grad-reduce-in-bf16 --exp-avg-dtype bf16", LLAMA_FLAGS, 2, marks=pytest.mark.exhaustive),
     ],
     ids=["bf16-gpt-1", "bf16-gpt-2", "bf16-llama-2", "fp16-gpt-2", "fp16-llama-1", "bf16_state-llama-2"],
 )
@@ -200,6 +200,7 @@ def test_a_step_under_a_dynamic_loss_scale_is_not_waited_for(ranks: Ranks, token
     assert ranks(2).run(reads_of_a_step, "--fp16 --exp-avg-dtype bf16", tokens, tp=2) == [[], []]
 
 
+@pytest.mark.long
 def test_overflows_that_lower_the_scale_do_not_end_a_run(ranks: Ranks, tokens: Path) -> None:
     flags = f"{PLAIN} --fp16 --max-skipped-steps 0 --train-iters 40 --hysteresis 1"
     assert all("finished" in message for message in ranks(2).run(until_it_ends, tokens, flags, tp=2))
@@ -303,6 +304,7 @@ def test_the_optimizers_weights_pass_from_one_format_to_another_unrounded(
     assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_a_narrow_checkpoint_resumes_in_another_layout(ranks: Ranks, tokens: Path, tmp_path: Path) -> None:
     ranks(4).run(main_weights, tokens, f"--bf16 --save {tmp_path}", 3, tp=2)
     single, pair = (ranks(n).run(losses_of, tokens, f"--bf16 --load {tmp_path}", 3, tp=n)[0] for n in (1, 2))

@@ -244,8 +244,8 @@ def test_torchrun_prints_a_wrong_setting_once_and_fails(running: Any, tokens: Pa
     assert "domino_lm/pretrain.py" not in err  # no traceback of ours
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["one rank", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("target", ["one rank", "torchrun"])
 def test_sigterm_saves_once_and_ends_all_ranks(running: Any, tokens: Path, tmp_path: Path, target: str) -> None:
     process = running(tokens, f"--tensor-model-parallel-size 2 --train-iters 100000 --eval-interval 0 --save {tmp_path}", 2)
     lines = []

@@ -41,8 +41,10 @@ def record(mesh: ParallelMesh, kind: str, folder: Path) -> None:
     watch.close()
 
 
-@pytest.mark.parametrize("world", [1, 2], ids=["one rank", "TP 2"])
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [("gpt", 1), ("llama", 2), *(pytest.param(*other, marks=pytest.mark.exhaustive) for other in (("gpt", 2), ("llama", 1)))],
+)
 def test_every_tag_step_and_value_is_megatrons(ranks: Callable[[int], RankPool], tmp_path: Path, kind: str, world: int) -> None:
     ranks(world).run(record, kind, tmp_path, tp=world)
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()

@@ -732,6 +732,7 @@ def test_memory_does_not_grow_with_the_size_of_the_input(tmp_path: Path, kind: s
     assert peak_mb(tmp_path / f"large.{kind}") - peak_mb(tmp_path / f"small.{kind}") < 14  # the input is 55 MB larger
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_long_line_takes_a_few_times_its_size(tmp_path: Path) -> None:
     pytest.importorskip("gigatoken")
