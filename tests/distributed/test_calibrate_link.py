@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from domino_lm.parallel.mesh import ParallelMesh
@@ -18,6 +19,7 @@ def _calibrated(mesh: ParallelMesh) -> MeasuredFabric:
     return fabric
 
 
+@pytest.mark.long
 def test_all_reduces_are_measured_at_every_size_and_ranks_agree(ranks: Callable[[int], RankPool]) -> None:
     first, second = ranks(2).run(_calibrated, tp=2)
     assert first == second

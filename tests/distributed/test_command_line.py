@@ -145,6 +145,7 @@ def test_two_json_keys_and_a_tokenizer_json_become_two_data_sets(train: Run, des
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_logs_that_cannot_be_written_are_a_warning_each_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     flags = f"--tensorboard-dir {tmp_path}/file --metrics-file {tmp_path}/file/m.jsonl --timeline {tmp_path}/file/t --train-iters 3"

@@ -80,7 +80,7 @@ def assert_same_on_four_ranks(ranks: Ranks, schedule: ScheduleConfig, steps: int
             assert_same_curve(found, plain)
 
 
-@pytest.mark.parametrize("name", ["rows2-sp-full", "paired-tp-keep", "sequence2-sp-keep"])
+@pytest.mark.parametrize("name", [pytest.param("rows2-sp-full", marks=pytest.mark.exhaustive), "paired-tp-keep", "sequence2-sp-keep"])
 def test_steps_are_the_same_beside_tensor_parallelism(ranks: Ranks, name: str) -> None:
     """With sequence parallelism a bucket of the norms' gradients is summed over TP before its shares are."""
     assert_same_on_four_ranks(ranks, COMBINATIONS[name], 3)

@@ -73,7 +73,7 @@ def numbers(line: str) -> dict[str, list[float]]:
         ("gpt_tp2", "gpt", 2, 2),
         ("gpt_tp2dp2", "gpt", 4, 2),
         ("llama_tp1", "llama", 1, 1),
-        ("llama_tp2", "llama", 2, 2),
+        pytest.param("llama_tp2", "llama", 2, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_line_is_megatrons(ranks: Callable[[int], RankPool], name: str, kind: str, world: int, tp: int) -> None:
