@@ -8,13 +8,9 @@ that changes; ratios are formed within a round. On a busy machine those by CPU t
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.data_speed import machine  # noqa: E402
+from benchmarks.on_ranks import run_on_ranks  # noqa: E402
 from domino_lm.checkpoint.save_load import load_checkpoint, save_checkpoint  # noqa: E402
 from domino_lm.config.settings import ModelConfig, OptimizerConfig, ParallelConfig  # noqa: E402
 from domino_lm.model.build import build_stack  # noqa: E402
@@ -36,26 +32,7 @@ MODEL = ModelConfig(num_layers=6, hidden_size=1024, num_attention_heads=16, seq_
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--folder", default=None, help="where the checkpoint is written; a temporary folder by default")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/checkpoint_read", help="where OUTPUT.json and .md go")
-    chosen = parser.parse_args()
-    if "RANK" in os.environ:
-        row = json.dumps(measure(Path(chosen.folder), chosen.rounds))
-        print(row if os.environ["RANK"] == "0" else "", flush=True)
-        return
-    results: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv), "rounds": chosen.rounds, "rows": []}
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-        for ranks in (1, 2):
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            command = [*launch, __file__, "--folder", folder, "--rounds", str(chosen.rounds)]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            results["rows"].append({"ranks": ranks, **json.loads(done.stdout.strip().splitlines()[-1])})
-    chosen.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    text = markdown(results)
-    chosen.output.with_suffix(".md").write_text(text)
-    print(text)
+    run_on_ranks(__file__, __doc__, 9, measure, markdown)
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:

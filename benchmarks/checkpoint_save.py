@@ -9,14 +9,10 @@ each case, and the next begins when the last is published. Times are those of th
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.data_speed import machine  # noqa: E402
+from benchmarks.on_ranks import run_on_ranks  # noqa: E402
 from domino_lm.config.arguments import parse_arguments  # noqa: E402
 from domino_lm.parallel.mesh import ParallelMesh  # noqa: E402
 from domino_lm.pretrain import build_trainer  # noqa: E402
@@ -45,26 +41,7 @@ CASES = ("waited for", "beside training", "none")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", default=None, help="where checkpoints are written; a temporary folder by default")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/checkpoint_save", help="where OUTPUT.json and .md go")
-    chosen = parser.parse_args()
-    if "RANK" in os.environ:
-        row = json.dumps(measure(Path(chosen.folder), chosen.rounds))
-        print(row if os.environ["RANK"] == "0" else "", flush=True)
-        return
-    results: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv), "rounds": chosen.rounds, "rows": []}
-    for ranks in (1, 2):
-        with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            command = [*launch, __file__, "--folder", folder, "--rounds", str(chosen.rounds)]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            results["rows"].append({"ranks": ranks, **json.loads(done.stdout.strip().splitlines()[-1])})
-    chosen.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    text = markdown(results)
-    chosen.output.with_suffix(".md").write_text(text)
-    print(text)
+    run_on_ranks(__file__, __doc__, 5, measure, markdown)
 
 
 def measure(folder: Path, rounds: int) -> dict[str, Any]:
